@@ -69,8 +69,8 @@ test-environments: venv  ## Run the tests with environments of verifiers, NeMo G
 	$(ENVIRONMENTS_PIP) -r constraints/environments.txt
 	test -d $(ENVIRONMENTS)/servers/nemo_gym || $(ENVIRONMENTS_PIP) --ignore-requires-python --target $(ENVIRONMENTS)/servers -r constraints/environments_servers.txt
 	test -d $(ENVIRONMENTS)/classic/verifiers || $(ENVIRONMENTS_PIP) --target $(ENVIRONMENTS)/classic -r constraints/environments_classic.txt
-	$(ENVIRONMENTS)/bin/python -m pytest -q -m environments tests/packages/grpo_environments/test_elsewhere.py $(ARGS)
-	PYTHONPATH=$(ENVIRONMENTS)/classic $(ENVIRONMENTS)/bin/python -m pytest -q -m environments tests/packages/grpo_environments/test_elsewhere.py $(ARGS)
+	$(ENVIRONMENTS)/bin/python -m pytest -q -m environments tests/packages/grpo_environments/test_third_party.py $(ARGS)
+	PYTHONPATH=$(ENVIRONMENTS)/classic $(ENVIRONMENTS)/bin/python -m pytest -q -m environments tests/packages/grpo_environments/test_third_party.py $(ARGS)
 
 test-gpu: $(VENV)/default  ## Run the tests that need an NVIDIA GPU of the Hopper generation.
 	@echo "Installing JAX for CUDA into $(VENV), several GB, unless it is there."

@@ -1,7 +1,7 @@
 """Adds the files outside of the package to a wheel; everything else is in pyproject.toml.
 
-`grpo_jax/files/shipped.py` finds them again. A checkout and an editable installation use the files
-of the repository.
+`grpo_jax/files/package_data.py` finds them again. A checkout and an editable installation use the
+files of the repository.
 
 When pip is about to install the dependencies, too, it is refused at once on a machine that cannot
 compile the one that needs it (scripts/can_install.py): pip would say so after all downloads.

@@ -14,7 +14,7 @@ configs/nemo_gym.py:online samples on the same tasks, or on the tasks of NeMo Gy
         --config.environments.nemo_gym.url=http://127.0.0.1:8000 --workdir=runs/nemo_gym
 
 To score with an environment of yours instead, name it in `data.environment`. docs/offline.md,
-docs/environments_elsewhere.md.
+docs/third_party_environments.md.
 """
 
 from grpo_jax.config import base

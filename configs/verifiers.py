@@ -4,7 +4,7 @@ python -m grpo_jax.main --config=configs/verifiers.py:NAME --workdir=runs/verifi
 
 NAME is the name of an installed environment, or its module: `pip install "verifiers<0.5"`, and
 the environment's own package. Its arguments are `--config.data.task_args.ARGUMENT=VALUE`. An
-environment is code of another author, which runs in this process. docs/environments_elsewhere.md.
+environment is code of another author, which runs in this process. docs/third_party_environments.md.
 """
 
 from grpo_jax.config import base

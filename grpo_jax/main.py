@@ -66,7 +66,9 @@ def left(code: int) -> int:
 
 
 def run(
-  command: command_line.Command, stop: interrupts.Flag, streams: Sequence[output.Lasting] = ()
+  command: command_line.Command,
+  stop: interrupts.Flag,
+  streams: Sequence[output.FallbackStream] = (),
 ) -> int:
   """Runs the training that a command asks for.
 
@@ -83,7 +85,7 @@ def run(
 
   Raises:
     ConfigError: The configuration cannot work.
-    Unusable: The run folder cannot be used.
+    UnusableFolder: The run folder cannot be used.
     WrongPackages: The installed packages are not those that grpo_jax needs.
   """
   workdirs.check(command.workdir)
@@ -100,7 +102,9 @@ def run(
 
 
 def run_joined(
-  command: command_line.Command, stop: interrupts.Flag, streams: Sequence[output.Lasting] = ()
+  command: command_line.Command,
+  stop: interrupts.Flag,
+  streams: Sequence[output.FallbackStream] = (),
 ) -> int:
   """Runs the training of a command, beside the other processes if there are any; see `run`."""
   from grpo_jax import train  # late: it takes seconds, which a mistyped command should not.

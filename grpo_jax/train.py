@@ -17,14 +17,14 @@ from typing import Any
 
 import grpo_jax
 from grpo_jax import metrics, processes
-from grpo_jax.building.run import Config, Run, build
+from grpo_jax.building.run import Config, TrainingRun, build
 from grpo_jax.config.run_options import validate
 from grpo_jax.engines.base import EngineFailure
 from grpo_jax.files import local_paths
 from grpo_jax.interrupts import Stopped
 from grpo_jax.learn import train_step
 from grpo_jax.processes import digests
-from grpo_jax.run_folder.keeper import Keeper, Standing
+from grpo_jax.run_folder.keeper import Keeper, RunState
 from grpo_jax.run_folder.sinks import Sink
 from grpo_jax.run_folder.steps import StepRecord
 
@@ -64,11 +64,11 @@ def train(
         end = learn_all(run, start, keeper, stop)
     if end is not None:
       run.publish(end.state)
-      run.books.report_late_compilations(end.step)
-    return dict(keeper.standing.evaluated) if keeper.standing else {}
+      run.recorder.report_late_compilations(end.step)
+    return dict(keeper.run_state.evaluated) if keeper.run_state else {}
 
 
-def learn_all(run: Run, now: Standing, keeper: Keeper, stop: Any) -> Standing:
+def learn_all(run: TrainingRun, now: RunState, keeper: Keeper, stop: Any) -> RunState:
   """Runs all remaining steps.
 
   Args:
@@ -133,9 +133,9 @@ def learn_all(run: Run, now: Standing, keeper: Keeper, stop: Any) -> Standing:
 
     # --- 6. record: nothing below changes what is learned ---
     record = StepRecord(step, groups, shaped, kept, advantages, batch, watched, learned, logprobs)
-    values = run.books.record(record)
+    values = run.recorder.record(record)
     run.stream.record_metrics(step, metrics.reproducible(values))
-    now = keeper.hold(Standing(state, run.stream.state(), now.skipped))
+    now = keeper.hold(RunState(state, run.stream.state(), now.skipped))
     limit = run.schedule.max_skipped
     skipped = train_step.skipped_in_a_row(now.skipped, values, limit=limit)
     now = keeper.hold(dataclasses.replace(now, skipped=skipped))
@@ -151,11 +151,11 @@ def learn_all(run: Run, now: Standing, keeper: Keeper, stop: Any) -> Standing:
 
   if now.step < run.schedule.total_steps:
     now = out_of_data(run, now, keeper)
-  run.books.report_no_signal(now.step)
+  run.recorder.report_no_signal(now.step)
   return now
 
 
-def out_of_data(run: Run, now: Standing, keeper: Keeper) -> Standing:
+def out_of_data(run: TrainingRun, now: RunState, keeper: Keeper) -> RunState:
   """Ends a run before its last step: its weights are evaluated as those of a last step are."""
   run.logger.print(f"the data ended after {now.step} steps")
   if run.schedule.evaluate_at_end and not now.evaluated:
@@ -163,7 +163,7 @@ def out_of_data(run: Run, now: Standing, keeper: Keeper) -> Standing:
   return now
 
 
-def evaluated(run: Run, now: Standing, keeper: Keeper) -> Standing:
+def evaluated(run: TrainingRun, now: RunState, keeper: Keeper) -> RunState:
   """Evaluates the weights of a step, and keeps the result with them."""
   return keeper.hold(dataclasses.replace(now, evaluated=run.evaluate(now.state)))
 

@@ -23,8 +23,8 @@ from grpo_jax.data import nemo_gym
 from grpo_jax.data.formats import NO_REWARD, PromptStyle
 from grpo_jax.data.groups import from_any, index_groups
 from grpo_jax.data.jsonl import JsonlSource
-from grpo_jax.data.recorded import ASSISTANT, Recording, Style, Turn
-from grpo_jax.data.skipped import HINT, OnError, Skipped
+from grpo_jax.data.recorded import ASSISTANT, RecordedTurn, Recording, Style
+from grpo_jax.data.skipped_rows import HINT, OnError, SkippedRows
 from grpo_jax.files import local_paths
 
 # Fields of a rollout that belong to the attempt and not to the task.
@@ -76,7 +76,7 @@ def convert(
   style: Style,
   is_text: bool,
   on_error: OnError,
-  skipped: Skipped,
+  skipped: SkippedRows,
 ) -> Iterator[dict[str, Any]]:
   """Yields the rows of all files.
 
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return check(options.rollouts, options.to, style)
   if options.out.exists() and any(options.out.samefile(p) for p in options.rollouts if p.exists()):
     parser.error(f"--out={options.out} is one of the files to convert")
-  skipped = Skipped()
+  skipped = SkippedRows()
   rows = convert(
     options.rollouts,
     to=options.to,
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def check(paths: Sequence[Path], to: str, style: Style) -> int:
   """Reads all rows and prints what they have; returns 1 if some of them cannot be used."""
-  skipped = Skipped()
+  skipped = SkippedRows()
   rows = convert(paths, to=to, style=style, is_text=False, on_error="skip", skipped=skipped)
   with_tools = unrewarded = usable = 0
   try:
@@ -242,14 +242,14 @@ def _token_row(recording: Recording) -> dict[str, Any]:
   }
 
 
-def _tokens(turn: Turn) -> tuple[list[int], list[int], list[float]]:
+def _tokens(turn: RecordedTurn) -> tuple[list[int], list[int], list[float]]:
   ids = list(turn.token_ids or ())
   is_sampled = turn.role == ASSISTANT
   values = list(turn.logprobs) if turn.logprobs else [0.0] * len(ids)
   return ids, [int(is_sampled)] * len(ids), values
 
 
-def _said(turn: Turn) -> dict[str, Any]:
+def _said(turn: RecordedTurn) -> dict[str, Any]:
   """Returns a turn as a message."""
   return _message(turn.message or {"role": turn.role, "content": turn.text})
 

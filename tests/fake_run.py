@@ -136,7 +136,7 @@ def write_steps(logger: loggers.Logger, first: int, end: int, *, seed: int = 0, 
 
 
 def make_run(
-  workdir: Path, *, steps: int = 60, screen: console.Screen | None = None, **options
+  workdir: Path, *, steps: int = 60, screen: console.TrainingScreen | None = None, **options
 ) -> Path:
   """Writes a whole run folder and returns it."""
   workdir.mkdir(parents=True, exist_ok=True)

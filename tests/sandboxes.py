@@ -4,9 +4,9 @@ import functools
 
 import pytest
 
-from grpo_sandbox.launch import KINDS, Launcher, Limits, SandboxError
+from grpo_sandbox.launch import KINDS, Launcher, ProcessLimits, SandboxError
 
-LIMITS = Limits(timeout_s=10.0, memory_mib=256, output_kib=256, scratch_mib=4)
+LIMITS = ProcessLimits(timeout_s=10.0, memory_mib=256, output_kib=256, scratch_mib=4)
 
 
 @functools.cache

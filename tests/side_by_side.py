@@ -8,7 +8,7 @@ import types
 from unittest import mock
 
 from grpo_jax import processes
-from grpo_jax.processes import bulk, exchanges, watch
+from grpo_jax.processes import bulk, exchanges, watchdog
 
 WAIT_S = 20.0
 
@@ -93,7 +93,7 @@ class Room:
         return room.number("elsewhere")
 
     with (
-      mock.patch.object(watch, "distributed", lambda: _Distributed(self)),
+      mock.patch.object(watchdog, "distributed", lambda: _Distributed(self)),
       mock.patch.object(
         processes.Channel, "_exchanged", lambda channel, *given: self.exchanged(channel, *given)
       ),
@@ -120,7 +120,7 @@ class _Distributed:
 def pretend(monkeypatch, index, *, count=2):
   """Makes this process one of several, without a service through which it could exchange."""
   state = types.SimpleNamespace(num_processes=count, process_id=index)
-  monkeypatch.setattr(watch, "distributed", lambda: state)
+  monkeypatch.setattr(watchdog, "distributed", lambda: state)
 
 
 def run(count, work):

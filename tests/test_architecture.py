@@ -50,7 +50,7 @@ PURE_FILES = {
   "processes/arrays.py",
 }
 NOT_PURE = {
-  "learn/group_scorer.py",
+  "learn/group_scoring.py",
   "learn/monitoring.py",
   "models/__init__.py",
   "models/adapter_files.py",
@@ -103,7 +103,7 @@ PACKAGES = [
 ]
 
 
-def stands_alone(path):
+def is_standalone(path):
   """Returns whether other interpreters run a file by its path."""
   return path.parent == PACKAGE / "engines" / "server_side" or path.name == "guard.py"
 
@@ -202,15 +202,15 @@ def test_config_objects_stop_at_train():
 
 
 def test_package_never_imports_torch():
-  ours = [path for path in [*FILES, *PACKAGES] if not stands_alone(path)]
+  ours = [path for path in [*FILES, *PACKAGES] if not is_standalone(path)]
   assert [str(path.relative_to(ROOT)) for path in ours if "torch" in roots_of(path)] == []
 
 
-def test_scripts_of_servers_stand_alone():
+def test_scripts_of_servers_import_nothing_of_the_package():
   """Other interpreters run them by path: the package and they import nothing of each other."""
   for path in FILES:
     assert not [name for name in imports_of(path) if "server_side" in name.split(".")]
-    if stands_alone(path):
+    if is_standalone(path):
       assert not list(our_imports_of(path))
 
 
@@ -243,7 +243,7 @@ def test_every_satellite_is_found_by_name():
   assert shadowed == []
 
 
-def test_folders_of_packages_are_no_packages():
+def test_folders_of_packages_are_not_packages():
   """`import kernels` must stay Hugging Face's; transformers would run ours."""
   assert not [name for name in ("kernels", "packages") if (ROOT / name / "__init__.py").exists()]
 

@@ -154,7 +154,7 @@ RUN_ELSEWHERE = {
   "def schedule(": "tests/runs/test_own_methods.py",
   "my_sinks.Csv": "tests/run_folder/test_sinks.py",
   "class Csv(": "tests/run_folder/test_sinks.py",
-  "def squares(": "tests/data/test_given_rows.py",
+  "def squares(": "tests/data/test_in_memory_rows.py",
   "my_agents.Adds": "tests/serving/test_serving_page.py",
   "class Adds:": "tests/serving/test_serving_page.py",
   "from grpo_jax.rl import": "tests/test_library_examples.py",

@@ -5,7 +5,7 @@ import ast
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.learn.train_step import NonFiniteGradients
 from grpo_jax.run_folder.checkpointing import CheckpointError
-from tests.test_architecture import FILES, PACKAGE, ROOT, SATELLITES, stands_alone
+from tests.test_architecture import FILES, PACKAGE, ROOT, SATELLITES, is_standalone
 
 # Exceptions that do not leave the package: other code of the package catches them, or turns them
 # into an expected failure.
@@ -16,8 +16,8 @@ CAUGHT = {
   "http/bodies.py": {"UnreadableBody"},
   "http/failures.py": {"HttpFailure"},
   "api/callbacks.py": {"StopTraining"},  # users raise it.
-  "processes/meeting.py": {"_NotArrived"},
-  "run_folder/stored_leaves.py": {"Unusable", "OtherState"},
+  "processes/rendezvous.py": {"_NotArrived"},
+  "run_folder/stored_leaves.py": {"UnusableCheckpoint", "OtherState"},
   "environments/isolation.py": {"EnvironmentFailure"},
   "grpo_environments/openenv.py": {"BadAction"},
   "environments/toolbox/calling.py": {"ToolError"},
@@ -48,7 +48,7 @@ def exceptions():
   for path in [*FILES, *SATELLITES]:
     home = ROOT / "packages" if path in SATELLITES else PACKAGE
     name = path.relative_to(home).as_posix()
-    if stands_alone(path):
+    if is_standalone(path):
       continue  # other processes run them.
     for node in ast.walk(ast.parse(path.read_text())):
       if isinstance(node, ast.ClassDef):

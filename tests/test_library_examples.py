@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/algorithms.md"])
-def test_an_example_runs_as_it_stands_and_gives_a_gradient(page):
+def test_an_example_runs_unchanged_and_gives_a_gradient(page):
   blocks = re.findall(
     r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE
   )

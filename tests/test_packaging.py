@@ -36,7 +36,7 @@ def test_type_annotations_are_published(package, folder):
   assert "py.typed" in SETTINGS["tool"]["setuptools"]["package-data"][package]
 
 
-def test_all_files_that_are_no_modules_are_package_data():
+def test_all_files_that_are_not_modules_are_package_data():
   patterns = SETTINGS["tool"]["setuptools"]["package-data"]
   for package, folder in PACKAGES.items():
     root = ROOT / folder / package

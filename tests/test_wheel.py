@@ -106,7 +106,7 @@ def test_the_wheel_holds_what_a_run_needs_and_nothing_of_the_repository_besides(
 
 
 def test_the_package_that_runs_is_the_installed_one(installed):
-  code = "import grpo_jax; from grpo_jax.files import shipped; print(shipped.folder())"
+  code = "import grpo_jax; from grpo_jax.files import package_data; print(package_data.folder())"
   assert installed("python", "-c", code).strip().endswith("site-packages/grpo_jax/shipped")
 
 

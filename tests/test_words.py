@@ -68,6 +68,8 @@ RULES = [
     "one per …",
   ),
 ]
+# In names of tests, which are read without context, these words are wrong in every sense.
+NAME_RULE = (re.compile(r"\b(told|tells?|stands?|stood|standing)\b"), "log, report, say; is")
 # A blank of a pattern is also the end of a line.
 RULES = [
   (re.compile(pattern.replace(" ", r"\s"), re.IGNORECASE), instead) for pattern, instead in RULES
@@ -190,6 +192,31 @@ def test_prose_keeps_the_language_rule():
   assert not wrong, f"{len(wrong)} places:\n" + "\n".join(wrong)
 
 
+def named_in(path):
+  """Yields (line, name) of the functions and classes of a Python file."""
+  for node in ast.walk(ast.parse(path.read_text())):
+    if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+      yield node.lineno, node.name
+
+
+def name_faults(name):
+  """Yields (words, what to write) for what the rules catch in a name."""
+  words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("_", " ").strip().lower()
+  for rule, instead in [*RULES, NAME_RULE]:
+    for match in rule.finditer(words):
+      yield match[0], instead
+
+
+def test_names_in_tests_keep_the_language_rule():
+  wrong = [
+    f"{path.relative_to(ROOT)}:{line}: {name}: {words!r}: write {instead}"
+    for path in sorted((ROOT / "tests").rglob("*.py"))
+    for line, name in named_in(path)
+    for words, instead in name_faults(name)
+  ]
+  assert not wrong, f"{len(wrong)} names:\n" + "\n".join(wrong)
+
+
 def test_entries_of_docstrings_are_complete_phrases():
   wrong = [
     f"{path.relative_to(ROOT)}:{first + line}: {text!r}: write {instead}"
@@ -236,6 +263,20 @@ def test_allowed_words_are_still_there():
 )
 def test_the_rule_catches(text):
   assert list(faults(text))
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    "test_a_run_goes_on",
+    "test_kinds_are_told_apart",
+    "ToldResult",
+    "test_a_number_is_no_word",
+    "begins_anew",
+  ],
+)
+def test_the_rule_catches_names(name):
+  assert list(name_faults(name))
 
 
 @pytest.mark.parametrize(

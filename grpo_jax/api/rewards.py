@@ -11,7 +11,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from grpo_jax import processes, registry
-from grpo_jax.api import given
+from grpo_jax.api import inline_rewards
 from grpo_jax.config import configuration, modes
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.config.options import Config
@@ -137,8 +137,8 @@ def _path_of(reward: Any) -> str:
   if re.fullmatch(r"\w+(\.\w+)*", path) and _leads_to(path, reward):
     return path
   alias = re.sub(r"\W+", "_", _called(reward)).strip("_") or "reward"
-  setattr(given, alias, reward)
-  return f"{given.__name__}.{alias}"
+  setattr(inline_rewards, alias, reward)
+  return f"{inline_rewards.__name__}.{alias}"
 
 
 def _leads_to(path: str, reward: Any) -> bool:

@@ -14,7 +14,7 @@ from grpo_jax import data, processes
 from grpo_jax.config import base, configuration, data_options, modes
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.config.options import Config
-from grpo_jax.data import given_rows
+from grpo_jax.data import in_memory_rows
 from grpo_jax.files import atomic
 from grpo_jax.files.disk import writing
 
@@ -34,15 +34,15 @@ def lines(rows: Any, name: str) -> list[str]:
   """Returns rows as lines of JSON.
 
   Args:
-    rows: Rows in any of the forms of `given_rows.each`.
+    rows: Rows in any of the forms of `in_memory_rows.each`.
     name: Name of the argument, for messages.
 
   Raises:
     ConfigError: There is no row, or one is not a dict of JSON values.
   """
   try:
-    found = [_line(row, f"{name}[{n}]") for n, row in enumerate(given_rows.each(rows, name))]
-  except given_rows.RowsError as error:
+    found = [_line(row, f"{name}[{n}]") for n, row in enumerate(in_memory_rows.each(rows, name))]
+  except in_memory_rows.RowsError as error:
     raise ConfigError(str(error)) from error
   if not found:
     raise ConfigError(f"{name} is empty: at least one row is needed")
@@ -195,4 +195,4 @@ def _value(config: ConfigDict, name: str) -> Any:
 
 
 def _line(row: Any, where: str) -> str:
-  return json.dumps(given_rows.plain(row, where), allow_nan=False) + "\n"
+  return json.dumps(in_memory_rows.plain(row, where), allow_nan=False) + "\n"

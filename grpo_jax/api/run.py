@@ -12,7 +12,7 @@ from grpo_jax import notebook, report
 from grpo_jax.building import stored
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.files import local_paths
-from grpo_jax.report import data as report_data
+from grpo_jax.report import run_data
 from grpo_jax.run_folder import stored_steps
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Run:
     Raises:
       NoSuchStep: No rollouts of this step were recorded.
     """
-    files = report_data.load(self._workdir).rollouts
+    files = run_data.load(self._workdir).rollouts
     if step is None:
       return _as_frame([each for path in files.values() for each in _lines(path)])
     return _as_frame(_lines(files[self._recorded(step, list(files))]))
@@ -131,7 +131,7 @@ class Run:
     Raises:
       NoSuchStep: No rollouts of this step were recorded.
     """
-    files = report_data.load(self._workdir).rollouts
+    files = run_data.load(self._workdir).rollouts
     found = self._recorded(step, list(files))
     return notebook.completions(_lines(files[found]), title=f"step {found}", limit=limit)
 
@@ -213,7 +213,7 @@ class Run:
   def _summary(self) -> list[str]:
     """Returns how far the run has come and what it has reached."""
     done, total = self.step, self._total_steps
-    reached = [tile for tile in report.tiles(report_data.load(self._workdir)) if tile[1]]
+    reached = [tile for tile in report.tiles(run_data.load(self._workdir)) if tile[1]]
     return [
       f"{done} of {total} steps" if total else f"{done} steps",
       *(f"{name.lower()} {before} → {after}" for name, before, after, _ in reached),
@@ -226,11 +226,11 @@ class Run:
     return sampling.Sampler(self._workdir, self.config)
 
   def _rows(self) -> list[Mapping[str, Any]]:
-    return list(report_data.load(self._workdir).rows)
+    return list(run_data.load(self._workdir).rows)
 
   @property
   def _total_steps(self) -> int | None:
-    return report_data.load(self._workdir).config.get("total_steps")
+    return run_data.load(self._workdir).config.get("total_steps")
 
   def _recorded(self, step: int, steps: list[int]) -> int:
     if not steps:
@@ -248,7 +248,7 @@ class Run:
 
 def _lines(path: pathlib.Path) -> list[dict[str, Any]]:
   """Reads a file of rollouts; lines that cannot be read are left out, with a warning."""
-  found, broken = report_data.records(path)
+  found, broken = run_data.records(path)
   if broken:
     _log.warning("%s: %d lines cannot be read", path, broken)
   return found

@@ -10,8 +10,7 @@ from grpo_kernels.attention import Attention
 from ml_collections import ConfigDict
 
 from grpo_jax import data
-from grpo_jax.building import computation, kept_programs, stored, stored_engine
-from grpo_jax.building import model as model_building
+from grpo_jax.building import computation, kept_programs, policy_model, stored, stored_engine
 from grpo_jax.config import configuration, device_options, lora_options, run_options
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.config.options import Config
@@ -66,7 +65,9 @@ class Sampler:
     if before:
       found = self._began_with()
     else:
-      found = stored.find(stored.Reference(str(self._workdir), "latest" if step is None else step))
+      found = stored.find(
+        stored.WeightsReference(str(self._workdir), "latest" if step is None else step)
+      )
     if self._loaded is None or self._loaded[0] != found.label:
       self._loaded = None  # never two sets of weights in memory.
       like = stored_engine.described(found, device_options.trainer_mesh(self._config))
@@ -79,7 +80,7 @@ class Sampler:
     Raises:
       NoWeights, WeightsError, ModelError: As for `load`.
     """
-    found = stored.find(stored.Reference(str(self._workdir), "latest"))
+    found = stored.find(stored.WeightsReference(str(self._workdir), "latest"))
     if found.adapter is None:
       return self.load(None, before=False).params
     self._loaded = None  # never two sets of weights in memory.
@@ -103,7 +104,7 @@ class Sampler:
     kept_programs.keep()
     model = self.load(step, before=before)
     if self._tokenizer is None:
-      self._tokenizer = model_building.load_tokenizer(self._config, model.directory)
+      self._tokenizer = policy_model.load_tokenizer(self._config, model.directory)
     tokenizer = self._tokenizer
     named = Fields(model.generation, "generation_config.json").ids("eos_token_id")
     try:
@@ -167,7 +168,7 @@ class Sampler:
 
   def _began_with(self) -> stored.StoredWeights:
     """Opens the model of `model.path`, rounded as the base of an adapter is."""
-    found = stored.find(stored.Reference(self._initial(), None))
+    found = stored.find(stored.WeightsReference(self._initial(), None))
     adapter = lora_options.of_stored(self._config)
     if adapter is None:
       return found

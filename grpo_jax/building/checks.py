@@ -20,8 +20,7 @@ from grpo_jax.config import (
 )
 from grpo_jax.config.options import Config
 from grpo_jax.engines import launching
-from grpo_jax.learn import mesh as meshes
-from grpo_jax.learn import sharding
+from grpo_jax.learn import device_mesh, sharding
 from grpo_jax.models import leaves, loading, transformer
 from grpo_jax.models.chat import tool_calls
 from grpo_jax.rollouts import conversations
@@ -57,7 +56,7 @@ def log_devices(mesh: Mesh) -> None:
   is_chosen = left is not None and left[1].is_chosen
   note = f"; {left[0]} not used: {left[1].reason}" if left and is_chosen else ""
   _log.info("devices: %s%s", accelerators.used(devices, processes=processes.count()), note)
-  if crossing := meshes.describe(mesh.devices):
+  if crossing := device_mesh.describe(mesh.devices):
     _log.info(crossing)
   if left and not is_chosen:
     found, cause = left
@@ -192,7 +191,7 @@ def check_scorable(
     if "nemo_gym" in {one["format"] for one in data_options.training(config).values()}:
       remedy += (
         ". data.environment='nemo_gym' has NeMo Gym's resources server verify these rows, which"
-        " must run at environments.nemo_gym.url (docs/environments_elsewhere.md); mode='offline'"
+        " must run at environments.nemo_gym.url (docs/third_party_environments.md); mode='offline'"
         " learns from the rewards in the file, without sampling"
       )
     raise configuration.ConfigError(f"{error}. What to do: {remedy}") from error

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from grpo_jax.batching import layout, packing
 from grpo_jax.compilation import precision
-from grpo_jax.compilation.programs import Job, Program
+from grpo_jax.compilation.programs import CompileJob, Program
 from grpo_jax.config import (
   ahead_options,
   batching_options,
@@ -59,7 +59,7 @@ class Teacher:
 
 
 @dataclasses.dataclass(frozen=True)
-class Read:
+class WeightsSpec:
   """How the weights of the model are read.
 
   Attributes:
@@ -109,7 +109,7 @@ class Computation:
   config: Config
   model: ModelConfig
   mesh: Mesh
-  read: Read
+  read: WeightsSpec
   composition: policy.Composition | None
   tx: optax.GradientTransformation
   objective: objectives.Objective
@@ -126,7 +126,7 @@ class Computation:
   copy: Program
   follow: Program | None = None
   teacher: Teacher | None = None
-  measure: adapters.Watch | None = None
+  measure: adapters.AdapterMonitor | None = None
   has_weights: bool = False
 
   @property
@@ -185,7 +185,7 @@ class Computation:
     copy = self.copy if is_frozen else None
     return policy.begin(params, self.composition, copy=copy, trained=trained)
 
-  def jobs(self) -> list[Job]:
+  def jobs(self) -> list[CompileJob]:
     """Returns the compilations to make before the first step, the longest first."""
     config, state = self.config, self.state
     weights, reference = self.described
@@ -261,7 +261,7 @@ class Computation:
       for shape in self.shapes
     }
 
-  def _gather_jobs(self) -> list[Job]:
+  def _gather_jobs(self) -> list[CompileJob]:
     """Returns the compilations of what is fetched; [] if this process has every part of it."""
     fetched: list[Any] = []
     for batch in self._scored_batches(has_selected=False).values():
@@ -273,9 +273,9 @@ class Computation:
       fetched.append(self._batches())
     if self.composition is not None:  # written alone at the end.
       fetched.append(self.state.params)
-    return [Job(f"gathering {name}", run) for name, run in arrays.gathers(fetched).items()]
+    return [CompileJob(f"gathering {name}", run) for name, run in arrays.gathers(fetched).items()]
 
-  def _credit_jobs(self) -> list[Job]:
+  def _credit_jobs(self) -> list[CompileJob]:
     prompts, widths = self.config.rollout.prompts_per_step, widths_of(self.config)
     found = []
     for width in widths:
@@ -319,7 +319,7 @@ def make(
   matmul_precision = precision.resolve(config.model.matmul_precision, config.model.compute_dtype)
   adapter = lora_options.load(config)
   dtype = np.float32 if adapter is None else adapters.read_dtypes(adapter)
-  read = Read(described_weights(model, shardings_of(model, mesh), dtype=dtype), dtype)
+  read = WeightsSpec(described_weights(model, shardings_of(model, mesh), dtype=dtype), dtype)
   composition = None
   if adapter is not None:
     composition = adapters.composition(model, mesh, adapter, seed=config.seed)
@@ -380,7 +380,7 @@ def make(
     copy=_copier(read.shardings),
     follow=_follower(config, read.shardings, composition),
     teacher=None if teacher is None else make_teacher(config, teacher, mesh),
-    measure=None if adapter is None else adapters.Watch(adapter.scale),
+    measure=None if adapter is None else adapters.AdapterMonitor(adapter.scale),
     has_weights=has_weights,
   )
 

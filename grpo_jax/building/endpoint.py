@@ -20,10 +20,10 @@ from grpo_jax.config.options import Config
 from grpo_jax.environments.base import Endpoint
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.rollouts.loop_thread import LoopThread
-from grpo_jax.rollouts.turns import request_seed
-from grpo_jax.serving.asking import AtOnce
-from grpo_jax.serving.server import PolicyServer
-from grpo_jax.serving.session import Policy, Session
+from grpo_jax.rollouts.turn_sampling import request_seed
+from grpo_jax.serving.policy_server import PolicyServer
+from grpo_jax.serving.request_scheduling import ImmediateScheduler
+from grpo_jax.serving.session import ServedPolicy, Session
 
 _log = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ def _prepared(config: Config, weights: stored.StoredWeights) -> Config:
 
 def _policy(
   config: Config, weights: stored.StoredWeights, stack: contextlib.ExitStack, stop: Any
-) -> Policy:
+) -> ServedPolicy:
   """Reads tokenizer and weights, and compiles the sampler."""
   opened = stored_engine.open_weights(config, weights, stack)
   engine = stored_engine.start(config, opened, stack, stop=stop)
@@ -176,8 +176,8 @@ def _policy(
     longest = run_options.limits(config).max_tokens
   except ValueError as error:
     raise ConfigError(str(error)) from error
-  return Policy(
-    asker=AtOnce(engine),
+  return ServedPolicy(
+    scheduler=ImmediateScheduler(engine),
     tokenizer=tokenizer,
     sampling=sampling,
     max_tokens=longest,

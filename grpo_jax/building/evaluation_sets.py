@@ -9,7 +9,7 @@ from grpo_jax import data, processes
 from grpo_jax.building import checks
 from grpo_jax.config import configuration, data_options, modes
 from grpo_jax.config.options import Config
-from grpo_jax.data import formats, overlap, skipped
+from grpo_jax.data import formats, overlap, skipped_rows
 from grpo_jax.data.byte_tokenizer import ByteTokenizer
 from grpo_jax.data.overlap import Overlap
 from grpo_jax.types import Prompt
@@ -68,7 +68,7 @@ def _check_source(config: Config, fields: Mapping[str, Any]) -> None:
       return
     except formats.RowError as error:
       refused.append(error)
-  raise skipped.explained(refused[0])
+  raise skipped_rows.explained(refused[0])
 
 
 def held_out(

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.building import model as model_building
-from grpo_jax.building import stored
+from grpo_jax.building import policy_model, stored
 from grpo_jax.config import field_checks
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.files import atomic
@@ -111,12 +110,12 @@ def run(
   return _written(out, fill, weights, tensors, made)
 
 
-def _templates(given: stored.Reference, weights: stored.StoredWeights) -> Mapping[str, str]:
+def _templates(given: stored.WeightsReference, weights: stored.StoredWeights) -> Mapping[str, str]:
   """Returns the chat templates with which a run's prompts are written; see `templates_of`."""
   config = stored.whole_config_of(pathlib.Path(given.place))
   if config.model.chat_template is None and not len(config.model.chat_template_args):
     return {}
-  return model_building.templates_of(model_building.load_tokenizer(config, weights.directory))
+  return policy_model.templates_of(policy_model.load_tokenizer(config, weights.directory))
 
 
 def _adapter(

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_jax import data, environments
-from grpo_jax.building.parts import Parts
+from grpo_jax.building.training_mode import ModeFunctions
 from grpo_jax.config import ahead_options, configuration, data_options, modes, run_options
 from grpo_jax.config.options import Config
-from grpo_jax.data import calls
-from grpo_jax.engines import everywhere
+from grpo_jax.data import recorded_calls
+from grpo_jax.engines import multihost
 from grpo_jax.environments.base import EnvironmentFactory
 from grpo_jax.groups import filters
-from grpo_jax.rollouts import ahead, drawing, stream
+from grpo_jax.rollouts import ahead, group_source, stream
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def _tools_of(name: str, factory: EnvironmentFactory) -> tuple[Any, ...]:
   """Returns the tools that an environment declares, checked."""
   try:
     declared = tuple(factory.tools)
-    calls.tools_of([*declared], f"environments.{name}.tools")
+    recorded_calls.tools_of([*declared], f"environments.{name}.tools")
   except (TypeError, ValueError) as error:
     raise configuration.ConfigError(str(error)) from error
   if not all("function" in tool for tool in declared):
@@ -58,8 +58,8 @@ def _tools_of(name: str, factory: EnvironmentFactory) -> tuple[Any, ...]:
 
 def make_stream(
   config: Config,
-  prompts: Callable[[Mapping[str, Any]], drawing.PromptSource],
-  parts: Parts,
+  prompts: Callable[[Mapping[str, Any]], group_source.PromptSource],
+  parts: ModeFunctions,
   state: Mapping[str, Any],
   *,
   progress: stream.Progress,
@@ -76,7 +76,7 @@ def make_stream(
     stop: Flag that becomes true when the run is asked to end; see `interrupts.Flag`.
   """
   return stream.OnlineStream(
-    _draws(config, prompts, parts, state, progress=progress, stop=stop),
+    _group_source(config, prompts, parts, state, progress=progress, stop=stop),
     prompts_per_step=config.rollout.prompts_per_step,
     dynamic=run_options.dynamic_sampling(config),
     keep=functools.partial(filters.apply, **run_options.filters_of(config)),
@@ -84,15 +84,15 @@ def make_stream(
   )
 
 
-def _draws(
+def _group_source(
   config: Config,
-  prompts: Callable[[Mapping[str, Any]], drawing.PromptSource],
-  parts: Parts,
+  prompts: Callable[[Mapping[str, Any]], group_source.PromptSource],
+  parts: ModeFunctions,
   state: Mapping[str, Any],
   *,
   progress: stream.Progress,
   stop: Any,
-) -> drawing.Draws:
+) -> group_source.GroupSource:
   """Makes what samples groups when they are drawn, or ahead of that."""
   if not ahead_options.is_ahead(config):
     if ahead.is_split(state):
@@ -101,13 +101,13 @@ def _draws(
         " ones of the same block have overtaken (rollout.max_staleness above 1, or another"
         " rollout.prompts_per_step); keep rollout.max_staleness above 0"
       )
-    return drawing.Direct(prompts(state), parts.sample)
+    return group_source.SynchronousSource(prompts(state), parts.sample)
   assert parts.attempts is not None  # validated.
   if found := ahead_options.warning(config):
     _log.warning("%s", found)
   known = state.get("ahead", {})
   rule = ahead_options.rule(config)
-  return ahead.Ahead(
+  return ahead.AheadSource(
     prompts({**state, "prompts": known["next"]} if known else state),
     parts.attempts(rule.in_turn),
     rule,
@@ -136,7 +136,7 @@ def make_environments(config: Config) -> environments.Environments:
     except ValueError as error:
       raise configuration.ConfigError(f"environments: {error}") from error
 
-  return everywhere.together(make, what="the environments", failure=configuration.ConfigError)
+  return multihost.together(make, what="the environments", failure=configuration.ConfigError)
 
 
 def with_conversations(config: Config, made: environments.Environments) -> Config:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_jax import data, processes
-from grpo_jax.building.parts import KeepGroups, Materials, Parts
-from grpo_jax.compilation.programs import Job
+from grpo_jax.building.training_mode import KeepGroups, ModeDependencies, ModeFunctions
+from grpo_jax.compilation.programs import CompileJob
 from grpo_jax.config import batching_options, configuration, modes, run_options
 from grpo_jax.config.options import Config
 from grpo_jax.data.group_options import Options
@@ -18,10 +18,10 @@ from grpo_jax.engines.base import Engine
 from grpo_jax.engines.none import NoEngine
 from grpo_jax.environments.base import AnyFactory, as_factory
 from grpo_jax.interrupts import Stopped
-from grpo_jax.learn.group_scorer import GroupScorer
+from grpo_jax.learn.group_scoring import GroupScorer
 from grpo_jax.models import loading
-from grpo_jax.offline import behavior, recorded
-from grpo_jax.rollouts import collecting as rollout
+from grpo_jax.offline import behavior, recorded_groups
+from grpo_jax.rollouts import rollout
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.types import Prompt, RolloutGroup
 from grpo_jax.values import options
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class Offline:
-  """Makes the parts of an offline run; see `parts.Mode`."""
+  """Makes the parts of an offline run; see `training_mode.TrainingMode`."""
 
   def __init__(self, config: Config):
     self._config = config
@@ -47,7 +47,7 @@ class Offline:
     """Returns an engine that does not sample."""
     return NoEngine()
 
-  def engine_jobs(self, engine: Engine, full: Any) -> list[Job]:
+  def engine_jobs(self, engine: Engine, full: Any) -> list[CompileJob]:
     """Returns nothing."""
     return []
 
@@ -64,22 +64,22 @@ class Offline:
       _log.info(line)
     self._behavior = score_behavior(self._config, opened, scorer, params, workdir)
 
-  def make_parts(self, materials: Materials) -> Parts:
+  def make_functions(self, dependencies: ModeDependencies) -> ModeFunctions:
     """Makes the parts from the recorded groups."""
     config = self._config
     rescore = make_rescore(
       config,
-      materials.environments,
-      materials.tokenizer,
+      dependencies.environments,
+      dependencies.tokenizer,
       run_options.limits(config),
-      materials.stop,
-      materials.loop,
+      dependencies.stop,
+      dependencies.loop,
     )
-    ranking = recorded.Ranking(materials.scorer, config.offline.score, rescore)
-    return Parts(
-      recorded.Recorded(self._behavior, config.offline.group_size, config.seed, rescore),
+    ranking = recorded_groups.Ranking(dependencies.scorer, config.offline.score, rescore)
+    return ModeFunctions(
+      recorded_groups.Recorded(self._behavior, config.offline.group_size, config.seed, rescore),
       None,
-      functools.partial(_evaluate_set, ranking=ranking, materials=materials),
+      functools.partial(_evaluate_set, ranking=ranking, dependencies=dependencies),
       ranking.step_metrics,
     )
 
@@ -90,13 +90,13 @@ def _evaluate_set(
   name: str,
   keep: KeepGroups,
   *,
-  ranking: recorded.Ranking,
-  materials: Materials,
+  ranking: recorded_groups.Ranking,
+  dependencies: ModeDependencies,
 ) -> dict[str, float]:
   """Ranks the recorded groups of one set of prompts."""
   del keep  # the file of the set has the completions.
-  with materials.logger.progress(f"evaluating {name}", len(prompts)) as shown:
-    advance = functools.partial(_advance_unless, materials.stop, shown)
+  with dependencies.logger.progress(f"evaluating {name}", len(prompts)) as shown:
+    advance = functools.partial(_advance_unless, dependencies.stop, shown)
     return ranking.evaluate(weights, prompts, name=name, advance=advance)
 
 
@@ -119,7 +119,7 @@ def _opener(config: Config) -> Callable[..., GroupDataset]:
   def open_groups(tokenizer: data.Tokenizer, **fields: Any) -> GroupDataset:
     key = repr(sorted(fields.items()))
     if key not in opened:
-      opened[key] = recorded.open_groups(tokenizer, **settings, **fields)
+      opened[key] = recorded_groups.open_groups(tokenizer, **settings, **fields)
     return opened[key]
 
   return open_groups
@@ -162,9 +162,11 @@ def score_behavior(
     return behavior.BehaviorLogprobs([])
   is_foreseeable = config.data.dataloader is None and not config.dynamic_sampling.enabled
   if is_foreseeable:
-    batches = recorded.batches(prompts, steps=config.total_steps, prompts_per_step=size)
+    batches = recorded_groups.batches(prompts, steps=config.total_steps, prompts_per_step=size)
   else:
-    batches = recorded.all_batches(prompts.datasets, size=size, on_error=config.data.on_error)
+    batches = recorded_groups.all_batches(
+      prompts.datasets, size=size, on_error=config.data.on_error
+    )
   _log.info("scoring recorded responses under the policy that the run begins with")
   return behavior.score_all(
     batches,
@@ -179,7 +181,7 @@ def make_rescore(
   config: Config,
   environments: Mapping[str, AnyFactory],
   tokenizer: data.Tokenizer,
-  limits: rollout.Limits,
+  limits: rollout.AttemptLimits,
   stop: Any = False,
   loop: LoopThread | None = None,
 ) -> Callable[[Sequence[RolloutGroup]], list[RolloutGroup]] | None:
@@ -194,5 +196,5 @@ def make_rescore(
     )
   common = {"limits": limits, "stop": stop, "loop": loop}
   return functools.partial(
-    recorded.rescored, environments=environments, tokenizer=tokenizer, **common
+    recorded_groups.rescored, environments=environments, tokenizer=tokenizer, **common
   )

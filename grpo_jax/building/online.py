@@ -9,8 +9,8 @@ from typing import Any
 from grpo_kernels.attention import Attention
 
 from grpo_jax import data, engines, processes
-from grpo_jax.building.parts import KeepGroups, Materials, Parts
-from grpo_jax.compilation.programs import Job
+from grpo_jax.building.training_mode import KeepGroups, ModeDependencies, ModeFunctions
+from grpo_jax.compilation.programs import CompileJob
 from grpo_jax.config import (
   ahead_options,
   configuration,
@@ -23,18 +23,17 @@ from grpo_jax.engines.base import Engine, SamplingParams
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.engines.server_process import ServerError
 from grpo_jax.engines.transfer import TransferError
-from grpo_jax.learn.group_scorer import GroupScorer
+from grpo_jax.learn.group_scoring import GroupScorer
 from grpo_jax.models import loading
 from grpo_jax.models.fields import Fields
 from grpo_jax.processes import bulk
-from grpo_jax.rollouts import collecting as rollout
-from grpo_jax.rollouts import evaluation, shared, stream
+from grpo_jax.rollouts import evaluation, rollout, stream, work_sharing
 from grpo_jax.types import Prompt
 from grpo_jax.values import options
 
 
 class Online:
-  """Makes the parts of an online run; see `parts.Mode`."""
+  """Makes the parts of an online run; see `training_mode.TrainingMode`."""
 
   def __init__(self, config: Config):
     self._config = config
@@ -52,10 +51,10 @@ class Online:
     stack.callback(engine.close)
     return engine
 
-  def engine_jobs(self, engine: Engine, full: Any) -> list[Job]:
+  def engine_jobs(self, engine: Engine, full: Any) -> list[CompileJob]:
     """Returns the compilations of the embedded sampler; servers compile their own programs."""
     own = engine.programs(full) if isinstance(engine, JaxSampler) else []
-    exchange = [Job("exchanging groups", bulk.prepare)] if processes.count() > 1 else []
+    exchange = [CompileJob("exchanging groups", bulk.prepare)] if processes.count() > 1 else []
     return [*own, *exchange]
 
   def meet_initial_policy(
@@ -67,30 +66,30 @@ class Online:
   ) -> None:
     """Does nothing."""
 
-  def make_parts(self, materials: Materials) -> Parts:
+  def make_functions(self, dependencies: ModeDependencies) -> ModeFunctions:
     """Makes the parts from an engine and environments."""
     config = self._config
     sampling = functools.partial(
-      sampling_params, tokenizer=materials.tokenizer, model=materials.model
+      sampling_params, tokenizer=dependencies.tokenizer, model=dependencies.model
     )
     limits = run_options.limits(config)
-    sample = stream.Sampler(
-      materials.engine,
-      materials.environments,
-      materials.tokenizer,
+    sample = stream.RolloutSampler(
+      dependencies.engine,
+      dependencies.environments,
+      dependencies.tokenizer,
       group_size=config.rollout.group_size,
       sampling=sampling(options.values(config.sampling)),
       seed=config.seed,
       limits=limits,
-      progress=materials.logger.progress,
-      loop=materials.loop,
-      stop=materials.stop,
+      progress=dependencies.logger.progress,
+      loop=dependencies.loop,
+      stop=dependencies.stop,
       with_greedy=run_options.needs_greedy(config),
       schedule=config.rollout.schedule,
     )
     evaluate_set = functools.partial(
       _evaluate_set,
-      materials=materials,
+      dependencies=dependencies,
       group_size=config.evaluation.group_size,
       pass_k=config.evaluation.pass_k,
       sampling=sampling(run_options.evaluation_sampling(config)),
@@ -98,7 +97,7 @@ class Online:
       limits=limits,
       schedule=config.rollout.schedule,
     )
-    return Parts(sample, sample.in_background, evaluate_set, rank=None)
+    return ModeFunctions(sample, sample.in_background, evaluate_set, rank=None)
 
 
 def _evaluate_set(
@@ -107,23 +106,23 @@ def _evaluate_set(
   name: str,
   keep: KeepGroups,
   *,
-  materials: Materials,
+  dependencies: ModeDependencies,
   **options: Any,
 ) -> dict[str, float]:
   """Evaluates the weights that the engine holds on one set of prompts."""
   del weights  # the engine has them.
-  own = shared.share(prompts)
-  with materials.logger.progress(f"evaluating {name}{shared.shown()}", len(own)) as shown:
+  own = work_sharing.share(prompts)
+  with dependencies.logger.progress(f"evaluating {name}{work_sharing.shown()}", len(own)) as shown:
     return evaluation.run(
-      materials.engine,
-      materials.environments,
+      dependencies.engine,
+      dependencies.environments,
       prompts,
-      materials.tokenizer,
+      dependencies.tokenizer,
       name=name,
-      loop=materials.loop,
+      loop=dependencies.loop,
       on_progress=rollout.counting(shown),
       on_groups=keep,
-      stop=materials.stop,
+      stop=dependencies.stop,
       **options,
     )
 
@@ -136,7 +135,7 @@ def _engine(
   own = options.values(config.engine.sglang) if name == "sglang" else config.engine.options
   is_embedded = name == "jax_sampler"
   sizes: dict[str, Any] = {"max_rows": config.engine.max_rows}
-  if is_embedded:  # `stream.Sampler` warns for every engine.
+  if is_embedded:  # `stream.RolloutSampler` warns for every engine.
     sizes = {**run_options.sampler_sizes(config), "warn_of_truncation": False}
     sizes["unmerged"] = lora_options.is_unmerged(config)
     sizes["copy_weights"] = ahead_options.is_ahead(config)  # updates donate the trainer's.

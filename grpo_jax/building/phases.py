@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from grpo_jax import report
 from grpo_jax.batching import Assembled
-from grpo_jax.building.parts import EvaluateSet
+from grpo_jax.building.training_mode import EvaluateSet
 from grpo_jax.compilation import compiling
 from grpo_jax.files.disk import WriteError
 from grpo_jax.groups import credit
@@ -221,7 +221,7 @@ def evaluate(
   held_out: Mapping[str, Sequence[Prompt]],
   completions: EvaluationLog | None,
   timer: timing.Timer,
-  compilations: compiling.Watch,
+  compilations: compiling.CompilationMonitor,
   logger: Logger,
 ) -> dict[str, float]:
   """Evaluates a state on every held-out set, logs the metrics and keeps the completions.

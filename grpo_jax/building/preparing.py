@@ -15,15 +15,15 @@ from grpo_jax.building import (
   agreements,
   checks,
   computation,
+  distillation_teacher,
   evaluation_sets,
   groups,
   kept_programs,
   online,
+  policy_model,
   stored,
 )
-from grpo_jax.building import model as model_building
-from grpo_jax.building import teacher as teaching
-from grpo_jax.building.parts import Mode
+from grpo_jax.building.training_mode import TrainingMode
 from grpo_jax.compilation import compiling, precision
 from grpo_jax.config import device_options, modes, run_options
 from grpo_jax.config.options import Config
@@ -44,15 +44,15 @@ class Inputs:
   workdir: pathlib.Path
   model: loading.ModelFacts
   mesh: Mesh
-  mode: Mode
+  mode: TrainingMode
   opener: data.Opener  # function that opens a dataset.
   tokenizer: data.Tokenizer
   teacher: stored.StoredWeights | None  # in the trainer.
   held_out: dict[str, list[Prompt]]
   has_weights: bool  # whether completions are expected to have weights other than 1.
   environments: environments.Environments
-  screen: console.Screen
-  compilations: compiling.Watch
+  screen: console.TrainingScreen
+  compilations: compiling.CompilationMonitor
   stop: Any
 
   def prompts(self, position: Mapping[str, Any] | None = None) -> data.PromptStream:
@@ -60,7 +60,7 @@ class Inputs:
     return groups.make_prompts(self.config, self.tokenizer, self.opener, position or {})
 
 
-def mode_of(config: Config) -> Mode:
+def mode_of(config: Config) -> TrainingMode:
   """Returns the mode of the config, which makes the parts."""
   if modes.is_offline(config):
     from grpo_jax.building import offline  # imported here, so that online runs do not import it.
@@ -79,8 +79,8 @@ def prepare(
   with writing(workdir):
     workdir.mkdir(parents=True, exist_ok=True)
   kept_programs.keep()
-  compilations = compiling.Watch()
-  screen = console.Screen(note=compilations.note)
+  compilations = compiling.CompilationMonitor()
+  screen = console.TrainingScreen(note=compilations.note)
   stack.enter_context(notices.on_screen(screen))
   stack.enter_context(process_log.in_folder(workdir))
   stack.enter_context(compilations.listening())
@@ -96,16 +96,16 @@ def prepare(
   mode = mode_of(config)
   made = stack.enter_context(groups.make_environments(config))
   evaluation_sets.check_sources(config)
-  found = model_building.find_alike(config)
-  config = model_building.with_fallback(config, found)
+  found = policy_model.find_alike(config)
+  config = policy_model.with_fallback(config, found)
   model = loading.read_facts(found.folder)
   checks.check_context(config, model)
   checks.check_split(mesh, model)
   adapter.check(config, model)
-  tokenizer = model_building.load_tokenizer(config, found.folder)
-  config = model_building.with_template(config)
+  tokenizer = policy_model.load_tokenizer(config, found.folder)
+  config = policy_model.with_template(config)
   adapter.check_prompts(config, tokenizer, found.folder)
-  teacher = teaching.find(config, found.folder, mesh)
+  teacher = distillation_teacher.find(config, found.folder, mesh)
   config = groups.with_conversations(config, made)
   opener = groups.with_tools(mode.opener, made)
   held_out = evaluation_sets.held_out(config, tokenizer, opener)  # early: finds a wrong file.
@@ -156,8 +156,8 @@ def load_model(inputs: Inputs, engine: Engine) -> tuple[computation.Computation,
   )
   adapter.log_sizes(made)
   jobs = [*inputs.mode.engine_jobs(engine, made.full), *made.jobs()]
-  with compiling.Ahead(jobs, inputs.compilations) as ahead:
-    model = model_building.load(inputs.model, made.read)
+  with compiling.BackgroundCompiler(jobs, inputs.compilations) as ahead:
+    model = policy_model.load(inputs.model, made.read)
     data.check_vocabulary(inputs.tokenizer, model.config.vocab_size)
     ahead.wait(inputs.screen.progress, stop=inputs.stop)
   return made, adapter.with_rounding(inputs.config, model)

@@ -16,7 +16,7 @@ from grpo_jax.groups import group_json
 from grpo_jax.learn import policy, train_step
 from grpo_jax.rollouts import ahead
 from grpo_jax.run_folder import checkpointing, stored_leaves
-from grpo_jax.run_folder.keeper import Standing
+from grpo_jax.run_folder.keeper import RunState
 from grpo_jax.types import TrainState
 
 _log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ def restore(
   made: Computation,
   refuse: checkpointing.Refusal,
   read_again: Callable[[], Any],
-) -> Standing:
+) -> RunState:
   """Returns the newest usable checkpoint's state, or the state of the model as it was read.
 
   A checkpoint holds the reference policy from the first step of a run on in which it follows the
@@ -51,11 +51,11 @@ def restore(
       if not made.objective.needs_ref:
         state = dataclasses.replace(state, reference=None)
       _log.info("continuing at step %d", int(state.step))
-      return Standing(state, extra["stream"], extra["skipped"], extra["evaluated"])
+      return RunState(state, extra["stream"], extra["skipped"], extra["evaluated"])
   shardings = policy.shardings_of(made.state.params)
   reference = None if made.follow is None else made.copy(trainable)
   state = train_step.init(trainable, made.tx, shardings=shardings, initializer=made.initialize)
-  return Standing(dataclasses.replace(state, reference=reference), {})
+  return RunState(dataclasses.replace(state, reference=reference), {})
 
 
 def _like(made: Computation, present: stored_leaves.Leaves) -> dict[str, Any]:

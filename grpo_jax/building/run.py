@@ -12,13 +12,20 @@ import numpy as np
 
 from grpo_jax import batching, processes
 from grpo_jax.batching import Assembled
-from grpo_jax.building import adapter, checks, computation, phases, preparing, restoring
-from grpo_jax.building import model as model_building
-from grpo_jax.building import teacher as teaching
+from grpo_jax.building import (
+  adapter,
+  checks,
+  computation,
+  distillation_teacher,
+  phases,
+  policy_model,
+  preparing,
+  restoring,
+)
 from grpo_jax.building.computation import Computation
 from grpo_jax.building.groups import make_stream
-from grpo_jax.building.parts import Materials, Parts
 from grpo_jax.building.schedule import Schedule
+from grpo_jax.building.training_mode import ModeDependencies, ModeFunctions
 from grpo_jax.config import (
   ahead_options,
   configuration,
@@ -28,21 +35,21 @@ from grpo_jax.config import (
   run_options,
 )
 from grpo_jax.config.options import Config
-from grpo_jax.engines import everywhere
+from grpo_jax.engines import multihost
 from grpo_jax.engines.base import Engine
 from grpo_jax.files import atomic
 from grpo_jax.groups import credit, filters, learning_signal, shaping
 from grpo_jax.learn import monitoring, train_step
-from grpo_jax.learn.group_scorer import GroupScorer
+from grpo_jax.learn.group_scoring import GroupScorer
 from grpo_jax.learn.policy import Policy
 from grpo_jax.metrics import timing
 from grpo_jax.models import loading
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.rollouts.stream import GroupStream
-from grpo_jax.run_folder import checkpointing, earlier, evaluation_log, loggers, workdirs
-from grpo_jax.run_folder.keeper import Keeper, Standing
+from grpo_jax.run_folder import checkpointing, earlier_run, evaluation_log, loggers, workdirs
+from grpo_jax.run_folder.keeper import Keeper, RunState
 from grpo_jax.run_folder.sinks import Sink
-from grpo_jax.run_folder.steps import Books
+from grpo_jax.run_folder.steps import StepRecorder
 from grpo_jax.types import Metrics, Minibatch, RolloutGroup, TrainState
 from grpo_jax.values import options
 
@@ -51,7 +58,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class TrainingRun:
   """A run: the phases of its steps, bound to their options, and the objects that they use."""
 
   schedule: Schedule
@@ -74,7 +81,7 @@ class Run:
   evaluate: Callable[[TrainState], dict[str, float]]
   publish: Callable[[TrainState], None]
   # What records them.
-  books: Books
+  recorder: StepRecorder
   checkpoints: checkpointing.Checkpoints
   logger: loggers.Logger
   timer: timing.Timer
@@ -101,7 +108,7 @@ class Run:
     self.stream.settle(has_learned=True)
     full, version = self.policy.full(state.params), int(state.step)
     load = lambda _: self.engine.load_weights(full, version=version)
-    everywhere.together(load, what=f"the engines' weights of version {version}")
+    multihost.together(load, what=f"the engines' weights of version {version}")
 
 
 def build(
@@ -110,7 +117,7 @@ def build(
   stack: contextlib.ExitStack,
   stop: Any = False,
   sinks: Sequence[Sink] = (),
-) -> tuple[Run, Standing]:
+) -> tuple[TrainingRun, RunState]:
   """Makes a run and restores its newest checkpoint.
 
   Args:
@@ -144,11 +151,11 @@ def build(
   checks.log_differences(config, workdir)
   engine = mode.make_engine(inputs.tokenizer, inputs.model, workdir, stack)
   vocab_size = inputs.tokenizer.vocab_size
-  servers = teaching.at_servers(
+  servers = distillation_teacher.at_servers(
     config, mesh=inputs.mesh, vocab_size=vocab_size, stack=stack, stop=stop
   )
   made, model = preparing.load_model(inputs, engine)
-  teacher = servers or teaching.in_trainer(inputs.teacher, made.teacher)
+  teacher = servers or distillation_teacher.in_trainer(inputs.teacher, made.teacher)
   scorer = GroupScorer(
     made.score,
     made.mesh,
@@ -159,12 +166,12 @@ def build(
   trainable, policy = made.begin(model.params, adapter.read(config, made))
   mode.meet_initial_policy(inputs.prompts, scorer, policy.weights(trainable), workdir)
   refuse = functools.partial(restoring.refusal, config, inputs.tokenizer, inputs.opener)
-  read_again = lambda: model_building.load(inputs.model, made.read).params
+  read_again = lambda: policy_model.load(inputs.model, made.read).params
   start = restoring.restore(checkpoints, trainable, made, refuse, read_again)
   if start.state.reference is not None:
     policy = dataclasses.replace(policy, reference=None)  # the state has the present one.
   if start.step == 0:
-    earlier.set_aside(workdir)
+    earlier_run.set_aside(workdir)
     adapter.log_beginning(config)
   else:
     checks.log_schedule(config, workdir)
@@ -177,7 +184,7 @@ def build(
   run = _bind(inputs, loaded, checkpoints, start, stack, sinks)
   if processes.is_main():
     stack.push(functools.partial(phases.write_report, workdir, run.logger))
-  run.books.hosts.show_notices()
+  run.recorder.hosts.show_notices()
   return run, start
 
 
@@ -190,22 +197,22 @@ class _Loaded:
   rounding: loading.Rounding
   scorer: GroupScorer
   policy: Policy
-  teacher: teaching.Score | None
+  teacher: distillation_teacher.Score | None
 
 
 def _bind(
   inputs: preparing.Inputs,
   loaded: _Loaded,
   checkpoints: checkpointing.Checkpoints,
-  start: Standing,
+  start: RunState,
   stack: contextlib.ExitStack,
   sinks: Sequence[Sink],
-) -> Run:
+) -> TrainingRun:
   """Binds the phases of a run to their options."""
   config, made, policy = inputs.config, loaded.made, loaded.policy
   logger = _logger(inputs, first_step=start.step, more_sinks=sinks)
   stack.callback(logger.close)
-  parts = inputs.mode.make_parts(_materials(inputs, loaded, logger, stack))
+  parts = inputs.mode.make_functions(_dependencies(inputs, loaded, logger, stack))
   groups = make_stream(
     config,
     inputs.prompts,
@@ -216,7 +223,7 @@ def _bind(
   )
   stack.callback(groups.close)
   timer = timing.Timer(waited=processes.waited_s)
-  return Run(
+  return TrainingRun(
     schedule=_schedule(config, evaluates=bool(inputs.held_out)),
     policy=policy,
     stream=groups,
@@ -241,7 +248,7 @@ def _bind(
     settles_first=config.learn.epochs * config.learn.minibatches == 1,
     evaluate=_evaluating(inputs, policy, parts, logger, timer, start),
     publish=_publishing(inputs, loaded, logger),
-    books=_books(inputs, loaded, parts, groups, logger, timer, first_step=start.step),
+    recorder=_recorder(inputs, loaded, parts, groups, logger, timer, first_step=start.step),
     checkpoints=checkpoints,
     logger=logger,
     timer=timer,
@@ -264,11 +271,11 @@ def _logger(
   )
 
 
-def _materials(
+def _dependencies(
   inputs: preparing.Inputs, loaded: _Loaded, logger: loggers.Logger, stack: contextlib.ExitStack
-) -> Materials:
+) -> ModeDependencies:
   """Returns what either mode makes its parts of."""
-  return Materials(
+  return ModeDependencies(
     engine=loaded.engine,
     environments=inputs.environments,
     tokenizer=inputs.tokenizer,
@@ -308,10 +315,10 @@ def _reference_update(config: Config, made: Computation) -> phases.ReferenceUpda
 def _evaluating(
   inputs: preparing.Inputs,
   policy: Policy,
-  parts: Parts,
+  parts: ModeFunctions,
   logger: loggers.Logger,
   timer: timing.Timer,
-  start: Standing,
+  start: RunState,
 ) -> Callable[[TrainState], dict[str, float]]:
   """Returns what evaluates a state on all held-out sets."""
   return functools.partial(
@@ -343,23 +350,23 @@ def _publishing(
     logger=logger,
     adapter=lora_options.load(inputs.config),
     measure=loaded.made.measure,
-    base=model_building.name_of(inputs.config, inputs.model.directory),
-    templates=functools.partial(model_building.templates_of, inputs.tokenizer),
+    base=policy_model.name_of(inputs.config, inputs.model.directory),
+    templates=functools.partial(policy_model.templates_of, inputs.tokenizer),
   )
 
 
-def _books(
+def _recorder(
   inputs: preparing.Inputs,
   loaded: _Loaded,
-  parts: Parts,
+  parts: ModeFunctions,
   groups: GroupStream,
   logger: loggers.Logger,
   timer: timing.Timer,
   *,
   first_step: int,
-) -> Books:
+) -> StepRecorder:
   """Makes what records each step."""
-  return Books(
+  return StepRecorder(
     logger=logger,
     timer=timer,
     compilations=inputs.compilations,
@@ -380,7 +387,7 @@ def _books(
   )
 
 
-def _completions(inputs: preparing.Inputs, start: Standing) -> evaluation_log.EvaluationLog | None:
+def _completions(inputs: preparing.Inputs, start: RunState) -> evaluation_log.EvaluationLog | None:
   """Returns what keeps the completions of evaluations; None if nothing does."""
   if not processes.is_main():
     return None
@@ -424,7 +431,7 @@ def _monitor(inputs: preparing.Inputs, loaded: _Loaded) -> monitoring.Monitor:
   """Makes the monitor of all completions of a step."""
   learn, read = inputs.config.learn, loaded.made.read
   initial, frees_initial = monitoring.make_initial(
-    lambda: model_building.load(inputs.model, read).params, loaded.policy.reference
+    lambda: policy_model.load(inputs.model, read).params, loaded.policy.reference
   )
   return monitoring.Monitor(
     loaded.made.watch,

@@ -34,7 +34,7 @@ class NoWeights(ConfigError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Reference:
+class WeightsReference:
   """A run and one of its checkpoints; or, where `step` is None, a model."""
 
   place: str  # run folder; or folder or name of a model, as `model.path` takes it.
@@ -83,20 +83,20 @@ class StoredWeights:
     return self.model.directory
 
 
-def parse(text: str) -> Reference:
+def parse(text: str) -> WeightsReference:
   """Reads RUN[:STEP|:best|:latest], or a model; a run without a step means its newest one.
 
   Raises:
     NoWeights: Something else than a step follows a run.
   """
   if is_run(pathlib.Path(text)):
-    return Reference(text, "latest")
+    return WeightsReference(text, "latest")
   place, colon, word = text.rpartition(":")
   if colon and is_run(pathlib.Path(place)):
     if word in WORDS:
-      return Reference(place, word)
+      return WeightsReference(place, word)
     if re.fullmatch(r"\d{1,18}", word):
-      return Reference(place, int(word))
+      return WeightsReference(place, int(word))
     hint = names.hint(word, WORDS)
     raise NoWeights(
       f"{text}: a number, 'best' or 'latest' must follow {place}:, not {word!r}{hint}"
@@ -104,7 +104,7 @@ def parse(text: str) -> Reference:
   is_place = os.path.exists(text)  # a colon may be part of a name.
   if colon and not is_place and (word in WORDS or re.fullmatch(r"\d{1,18}", word)):
     raise NoWeights(f"{text}: {_not_a_run(place)}")
-  return Reference(text, None)
+  return WeightsReference(text, None)
 
 
 def is_run(folder: pathlib.Path) -> bool:
@@ -113,7 +113,7 @@ def is_run(folder: pathlib.Path) -> bool:
 
 
 def find(
-  reference: Reference | str,
+  reference: WeightsReference | str,
   *,
   base: str | None = None,
   cache_dir: str | None = None,

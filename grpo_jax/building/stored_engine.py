@@ -8,8 +8,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from grpo_jax import data
-from grpo_jax.building import checks, computation, kept_programs, online, stored
-from grpo_jax.building import model as model_building
+from grpo_jax.building import checks, computation, kept_programs, online, policy_model, stored
 from grpo_jax.compilation import compiling
 from grpo_jax.config import device_options
 from grpo_jax.config.options import Config
@@ -19,19 +18,19 @@ from grpo_jax.run_folder import console, notices
 
 
 @dataclasses.dataclass(frozen=True)
-class Opened:
+class OpenedWeights:
   """What is known before any weights are read."""
 
   weights: stored.StoredWeights
   tokenizer: data.Tokenizer
   mesh: Mesh
-  screen: console.Screen
-  compilations: compiling.Watch
+  screen: console.TrainingScreen
+  compilations: compiling.CompilationMonitor
 
 
 def open_weights(
   config: Config, weights: stored.StoredWeights, stack: contextlib.ExitStack
-) -> Opened:
+) -> OpenedWeights:
   """Checks the config against stored weights, and opens their tokenizer.
 
   Args:
@@ -43,15 +42,15 @@ def open_weights(
     ConfigError, ModelError: An option or the model cannot be used.
   """
   kept_programs.keep()
-  compilations = compiling.Watch()
-  screen = console.Screen(note=compilations.note)
+  compilations = compiling.CompilationMonitor()
+  screen = console.TrainingScreen(note=compilations.note)
   stack.enter_context(notices.on_screen(screen))
   stack.enter_context(compilations.listening())
   mesh = device_options.trainer_mesh(config)
   checks.check_attention(config, mesh)
   checks.check_context(config, weights.model)
-  tokenizer = model_building.load_tokenizer(config, weights.directory, adapter=weights.tokenizer)
-  return Opened(weights, tokenizer, mesh, screen, compilations)
+  tokenizer = policy_model.load_tokenizer(config, weights.directory, adapter=weights.tokenizer)
+  return OpenedWeights(weights, tokenizer, mesh, screen, compilations)
 
 
 def described(weights: stored.StoredWeights, mesh: Mesh) -> Any:
@@ -67,7 +66,7 @@ def described(weights: stored.StoredWeights, mesh: Mesh) -> Any:
 
 def start(
   config: Config,
-  opened: Opened,
+  opened: OpenedWeights,
   stack: contextlib.ExitStack,
   *,
   folder: pathlib.Path = pathlib.Path(),
@@ -89,7 +88,7 @@ def start(
   weights, mode = opened.weights, online.Online(config)
   engine = mode.make_engine(opened.tokenizer, weights.model, folder, stack)
   like = described(weights, opened.mesh)
-  with compiling.Ahead(mode.engine_jobs(engine, like), opened.compilations) as ahead:
+  with compiling.BackgroundCompiler(mode.engine_jobs(engine, like), opened.compilations) as ahead:
     loaded = stored.load(weights, like=like)
     data.check_vocabulary(opened.tokenizer, weights.config.vocab_size)
     ahead.wait(opened.screen.progress, stop=stop)

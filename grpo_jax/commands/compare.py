@@ -13,8 +13,8 @@ from grpo_jax import report
 from grpo_jax.commands.arguments import Parser, WrongUse
 from grpo_jax.files import local_paths
 from grpo_jax.metrics import definition
-from grpo_jax.report import data as report_data
-from grpo_jax.report.data import Run
+from grpo_jax.report import run_data
+from grpo_jax.report.run_data import RunData
 from grpo_jax.run_folder import console
 
 USAGE = """\
@@ -44,9 +44,9 @@ MAIN = (  # shown without --all; eval/*/accuracy comes before them.
 )
 
 
-def cell(run: Run, name: str) -> str:
+def cell(run: RunData, name: str) -> str:
   """Returns first → last for an evaluation, otherwise means over the first and the last tenth."""
-  values = [value for value in report_data.curve(run, name)[1] if value is not None]
+  values = [value for value in run_data.curve(run, name)[1] if value is not None]
   if not values:
     return console.DASH
   tenth = 1 if name.startswith("eval/") else max(1, len(values) // 10)
@@ -56,7 +56,7 @@ def cell(run: Run, name: str) -> str:
   return f"{first} → {last}" if len(values) > 1 else last
 
 
-def compare(runs: Sequence[Run], *, every_metric: bool) -> list[Table]:
+def compare(runs: Sequence[RunData], *, every_metric: bool) -> list[Table]:
   """Returns the tables of metrics and of the config fields that differ."""
   recorded = sorted({name for run in runs for row in run.rows for name in row} - {"step"})
   chosen = [n for n in recorded if n.startswith("eval/") and ("accuracy" in n or "pass@" in n)]
@@ -66,7 +66,7 @@ def compare(runs: Sequence[Run], *, every_metric: bool) -> list[Table]:
   for name in recorded if every_metric else chosen:
     known = definition(name)
     table.add_row(name, known.unit if known else "", *(cell(run, name) for run in runs))
-  configs = [report_data.flatten(run.config) for run in runs]
+  configs = [run_data.flatten(run.config) for run in runs]
   fields = Table("config field", *(run.name for run in runs), box=box.SIMPLE, title="what differs")
   for name in sorted({name for config in configs for name in config}):
     values = [str(config.get(name, console.DASH)) for config in configs]
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
   if len(options.runs) < 2:
     raise WrongUse("name at least two run folders")
   try:
-    runs = distinct([report_data.load(folder) for folder in options.runs], options.runs)
+    runs = distinct([run_data.load(folder) for folder in options.runs], options.runs)
   except FileNotFoundError as error:
     raise WrongUse(str(error)) from error
   width = None if sys.stdout.isatty() else 40 + 24 * len(runs) + 40
@@ -105,11 +105,11 @@ def main(arguments: Sequence[str]) -> int:
   return 0
 
 
-def distinct(runs: Sequence[Run], folders: Sequence[Path]) -> list[Run]:
+def distinct(runs: Sequence[RunData], folders: Sequence[Path]) -> list[RunData]:
   """Returns the runs; folders with the same name are distinguished by their paths."""
   names = [run.name for run in runs]
   return [
-    Run(str(folder), run.config, run.rows, run.rollouts, run.problems, run.evaluations)
+    RunData(str(folder), run.config, run.rows, run.rollouts, run.problems, run.evaluations)
     if names.count(run.name) > 1
     else run
     for run, folder in zip(runs, folders, strict=True)

@@ -20,7 +20,7 @@ from packaging.specifiers import SpecifierSet
 
 from grpo_jax.commands import jax_probe
 from grpo_jax.compilation import accelerators, containers, host_memory
-from grpo_jax.files import installed, shipped
+from grpo_jax.files import installed, package_data
 from grpo_jax.processes import starting
 from grpo_sandbox import launch
 
@@ -205,7 +205,7 @@ def sglang(interpreter: str) -> Iterator[Finding]:
     interpreter: Its Python, as `engine.sglang.python` names it.
   """
   device = "cuda" if accelerators.gpus() else "cpu"
-  script = shipped.folder() / "scripts" / "install_sglang.sh"
+  script = package_data.folder() / "scripts" / "install_sglang.sh"
   chosen = "PYTHON=python3.12 " if sys.version_info[:2] > (3, 12) else ""
   repair = f"{chosen}bash {script} {device}"
   code = "from importlib.metadata import version as v; print(v('sglang'), v('torch'))"
@@ -264,7 +264,7 @@ def _ask_jax() -> dict[str, Any]:
 def _refusal(kind: str) -> str:
   """Returns why a kind of sandbox does not work here; "" if it works."""
   try:
-    launch.Launcher(kind, launch.Limits())
+    launch.Launcher(kind, launch.ProcessLimits())
   except launch.SandboxError as error:
     return str(error)
   return ""

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from grpo_jax.compilation import host_memory
-from grpo_jax.compilation.programs import Job
+from grpo_jax.compilation.programs import CompileJob
 from grpo_jax.interrupts import Stopped
 
 _log = logging.getLogger(__name__)
@@ -33,7 +33,8 @@ PATIENCE_S = 5.0  # a compilation that takes longer is explained by a printed li
 POLL_S = 0.2  # between two checks of whether the run is asked to end.
 MEMORY_OF_ONE = 2 << 30  # bytes of host memory that the compilation of a large program may take.
 
-# (description, total) → a context that yields advance(count=1); see `console.Screen.progress`.
+# (description, total) → a context that yields advance(count=1); see
+# `console.TrainingScreen.progress`.
 Progress = Callable[[str, int], AbstractContextManager[Callable[..., None]]]
 
 
@@ -54,11 +55,11 @@ class Compilation:
   job: str = ""
 
 
-class Watch:
+class CompilationMonitor:
   """Observes the compilations of this process while `listening`."""
 
   def __init__(self, clock: Callable[[], float] = time.monotonic):
-    """Makes a watch.
+    """Makes a monitor.
 
     Args:
       clock: Function that returns monotonic seconds.
@@ -215,7 +216,7 @@ def late_line(when: str, done: Sequence[Compilation]) -> str:
   )
 
 
-class Ahead:
+class BackgroundCompiler:
   """Compiles jobs in threads while the caller does something else.
 
   with Ahead(jobs, watch) as ahead:
@@ -223,7 +224,9 @@ class Ahead:
     ahead.wait(screen.progress, stop=stop)
   """
 
-  def __init__(self, jobs: Sequence[Job], watch: Watch, *, threads: int | None = None):
+  def __init__(
+    self, jobs: Sequence[CompileJob], watch: CompilationMonitor, *, threads: int | None = None
+  ):
     """Starts compiling.
 
     Args:
@@ -238,7 +241,7 @@ class Ahead:
     self._pool = concurrent.futures.ThreadPoolExecutor(self.threads, thread_name_prefix="compile")
     self._pending = {self._pool.submit(_named, watch, job) for job in jobs}
 
-  def __enter__(self) -> "Ahead":
+  def __enter__(self) -> "BackgroundCompiler":
     return self
 
   def __exit__(self, *_: object) -> None:
@@ -287,6 +290,6 @@ def threads_for(jobs: int) -> int:
   return max(1, min(jobs, cores or 1, by_memory))
 
 
-def _named(watch: Watch, job: Job) -> None:
+def _named(watch: CompilationMonitor, job: CompileJob) -> None:
   with watch.naming(job.name):
     job()

@@ -4,7 +4,7 @@ The config determines which shapes a run's programs will see. Each part returns 
 
     update = Program(jax.jit(function, donate_argnames="params"), name="update")
     jobs = [update.job(params, batch) for batch in ...]  # shapes, dtypes and shardings only
-    with compiling.Ahead(jobs, watch) as ahead:          # in parallel
+    with compiling.BackgroundCompiler(jobs, watch) as ahead:          # in parallel
       ahead.wait(screen.progress)                        # with a progress bar
     update(params, batch)                                # compiles nothing
 
@@ -34,7 +34,7 @@ class OutOfMemory(CompilationError, MemoryError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class CompileJob:
   """One compilation, to be run in a thread of a pool.
 
   Attributes:
@@ -107,7 +107,7 @@ class Program:
     """Returns the shapes and dtypes of what a call returns."""
     return self.jitted.eval_shape(*arguments, **named)
 
-  def job(self, *arguments: Any, detail: str = "", **named: Any) -> Job:
+  def job(self, *arguments: Any, detail: str = "", **named: Any) -> CompileJob:
     """Describes a compilation.
 
     Args:
@@ -126,7 +126,7 @@ class Program:
       return executable
 
     lower = functools.partial(self.jitted.lower, *arguments, **named)
-    return Job(f"{self.name} {detail}".rstrip(), compile_and_keep, self.remedy, lower)
+    return CompileJob(f"{self.name} {detail}".rstrip(), compile_and_keep, self.remedy, lower)
 
   def _executable(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """Returns the executable for these arguments; None if there is none."""

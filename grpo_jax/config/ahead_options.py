@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from grpo_jax.config import modes
 from grpo_jax.config.options import Config
-from grpo_jax.rollouts.admission import Rule
+from grpo_jax.rollouts.admission import AdmissionRule
 
 
 def is_ahead(config: Config) -> bool:
@@ -12,9 +12,9 @@ def is_ahead(config: Config) -> bool:
   return config.rollout.max_staleness > 0
 
 
-def rule(config: Config) -> Rule:
+def rule(config: Config) -> AdmissionRule:
   """Returns the rule of admission, and of the order in which groups are learned from."""
-  return Rule(
+  return AdmissionRule(
     max_staleness=config.rollout.max_staleness,
     groups_per_step=config.rollout.prompts_per_step,
   )

@@ -24,7 +24,7 @@ from grpo_jax import processes, registry
 from grpo_jax.config import sections
 from grpo_jax.config.options import Config
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.files import atomic, local_paths, shipped
+from grpo_jax.files import atomic, local_paths, package_data
 from grpo_jax.values import json_numbers, json_text, names, options
 
 Rule = Callable[[Any], Iterable[str]]
@@ -61,7 +61,7 @@ def load(path: str | os.PathLike[str]) -> ConfigDict:
     raise ConfigError(reason)
   _, colon, word = path.partition(":")
   file = file_of(path)
-  for root in (str(file.resolve().parent.parent), str(shipped.folder())):
+  for root in (str(file.resolve().parent.parent), str(package_data.folder())):
     if root not in sys.path:
       sys.path.append(root)
   config = _run(file, [word] if colon else [])
@@ -402,7 +402,7 @@ def _not_found(file: pathlib.Path) -> str:
 
 
 def _folder() -> pathlib.Path:
-  return shipped.folder() / "configs"
+  return package_data.folder() / "configs"
 
 
 def _is_bare(name: str) -> bool:

@@ -34,9 +34,8 @@ from grpo_jax.learn import optim
 from grpo_jax.models import loading, sources
 from grpo_jax.models.chat import exported
 from grpo_jax.models.products import Products
-from grpo_jax.rl import estimators, objective_options, objectives, own
-from grpo_jax.rollouts import collecting as rollout
-from grpo_jax.rollouts import stream
+from grpo_jax.rl import custom_functions, estimators, objective_options, objectives
+from grpo_jax.rollouts import rollout, stream
 from grpo_jax.run_folder import sinks
 from grpo_jax.values import options
 
@@ -328,8 +327,8 @@ def filters_of(config: Config) -> dict[str, Any]:
   return {**settings, "by_component": by_component}
 
 
-def limits(config: Config) -> rollout.Limits:
-  return rollout.Limits(
+def limits(config: Config) -> rollout.AttemptLimits:
+  return rollout.AttemptLimits(
     max_turns=config.rollout.max_turns,
     max_tokens=batching_options.longest_sequence(config),
     environment_timeout_s=config.rollout.environment_timeout_s,
@@ -395,7 +394,7 @@ def objective(config: Config) -> objectives.Objective:
   """
   settings = options.values(config.loss)
   arguments = settings.pop("loss_args")
-  known = (*own.LOSS_ARRAYS, *own.LOSS_OPTIONS)
+  known = (*custom_functions.LOSS_ARRAYS, *custom_functions.LOSS_OPTIONS)
   settings["loss"] = name_or_function("loss.loss", settings["loss"], arguments, given=known)
   return objectives.make(distillation=teacher_options.distillation(config), **settings)
 
@@ -408,7 +407,7 @@ def estimator(config: Config) -> estimators.Estimator:
   """
   settings = options.values(config.advantages)
   arguments, name = settings.pop("estimator_args"), settings.pop("estimator")
-  known = (*own.ADVANTAGE_ARRAYS, *own.ADVANTAGE_OPTIONS)
+  known = (*custom_functions.ADVANTAGE_ARRAYS, *custom_functions.ADVANTAGE_OPTIONS)
   found = name_or_function("advantages.estimator", name, arguments, given=known)
   return estimators.make(found, **settings)
 

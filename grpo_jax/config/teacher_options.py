@@ -6,7 +6,7 @@ from grpo_jax.config import modes
 from grpo_jax.config.options import Config
 from grpo_jax.engines import prompt_scoring
 from grpo_jax.http import addresses
-from grpo_jax.http.retries import Patience
+from grpo_jax.http.retries import RetryPolicy
 from grpo_jax.learn.options import ReferenceOptions
 from grpo_jax.rl.distillation import Distillation
 
@@ -39,8 +39,8 @@ def scorer(config: Config) -> prompt_scoring.PromptScorer:
     ValueError: An address cannot be used, or the variable with the key is not set.
   """
   teacher = config.teacher
-  each = teacher.timeout_s + Patience().max_backoff_s
-  patience = Patience(
+  each = teacher.timeout_s + RetryPolicy().max_backoff_s
+  patience = RetryPolicy(
     timeout_s=teacher.timeout_s,
     total_timeout_s=(teacher.retries + 1) * each,
     retries=teacher.retries,

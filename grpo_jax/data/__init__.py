@@ -1,6 +1,6 @@
 """Turns files, hub datasets and tasks into prompts, in a reproducible, resumable order.
 
-The names below are those of `feeding`, which is imported when one of them is first used: `options`
+The names below are those of `streams`, which is imported when one of them is first used: `options`
 is read before JAX is imported, so that a mistake in a command is answered at once.
 """
 
@@ -8,9 +8,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-  from grpo_jax.data.feeding import *  # noqa: F403
+  from grpo_jax.data.streams import *  # noqa: F403
 
-_OF_FEEDING = (
+_OF_STREAMS = (
   *("DATALOADERS", "Dataset", "Loader", "Opener", "PromptDataset", "PromptStream", "Tokenizer"),
   *("check_vocabulary", "environments", "evaluation_sets", "find_tool_form", "first_prompts"),
   *("held_out", "load_tokenizer", "make", "make_dataloader", "make_held_out", "name_of"),
@@ -19,7 +19,7 @@ _OF_FEEDING = (
 
 
 def __getattr__(name: str) -> Any:
-  """Returns a name of `feeding` (PEP 562)."""
-  if name in _OF_FEEDING:
-    return getattr(importlib.import_module(f"{__name__}.feeding"), name)
+  """Returns a name of `streams` (PEP 562)."""
+  if name in _OF_STREAMS:
+    return getattr(importlib.import_module(f"{__name__}.streams"), name)
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -223,7 +223,7 @@ def preference_group(row: Row, where: str) -> dict[str, Any]:
 
 
 def best_reply(row: Row, where: str) -> list[Mapping[str, Any]]:
-  """Reads a thread of OpenAssistant (see `threads`) with its best reply."""
+  """Reads a thread of OpenAssistant (see `message_trees`) with its best reply."""
   replies = _replies(row, where)
   ranked = [each for each in replies if each.get("rank") is not None]
   best = min(ranked, key=lambda each: each["rank"]) if ranked else replies[0]

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from grpo_jax.data import formats, nemo_gym, prompt_texts, recorded, response_tokens, written
+from grpo_jax.data import formats, nemo_gym, prompt_texts, recorded, rendered_turns, response_tokens
 from grpo_jax.data.formats import RowError
-from grpo_jax.data.parts import Part
 from grpo_jax.data.prompts import Overlong
 from grpo_jax.data.recorded import ASSISTANT, Reader, Recording, Response, Style
-from grpo_jax.data.skipped import OnError, OverlongError, Skipped
+from grpo_jax.data.row_selection import RowSelection
+from grpo_jax.data.skipped_rows import OnError, OverlongError, SkippedRows
 from grpo_jax.data.sources import RowSource
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.models.chat import control_tokens
@@ -62,7 +62,7 @@ class GroupDataset:
   """A source whose rows are groups. For loaders it is a dataset of the groups' prompts."""
 
   source: RowSource
-  part: Part  # selection of the groups.
+  part: RowSelection  # selection of the groups.
   tokenizer: Tokenizer
   read_row: Reader
   style: Style
@@ -181,7 +181,7 @@ class GroupDataset:
     messages, tools = recording.messages, recording.tools
     if self.allow_control_tokens:
       messages, tools = control_tokens.trusted(messages), control_tokens.trusted(tools)
-    return written.ask(
+    return rendered_turns.ask(
       self.tokenizer,
       messages,
       where,
@@ -307,7 +307,7 @@ def index_groups(
     ValueError: No row can be read.
   """
   groups: dict[str, list[int]] = {}
-  skipped = Skipped()
+  skipped = SkippedRows()
   for row in range(len(source)):
     key = skipped.guard(lambda row=row: _key(source, row, read_row, style, groups, check), on_error)
     if key == _WHOLE:
@@ -352,7 +352,7 @@ def checker(tokenizer: Tokenizer, style: Style, *, needs_rewards: bool) -> Check
 
   def check(recording: Recording, where: str) -> None:
     if recording.prompt_ids is None:
-      written.check_tools(tokenizer, recording.tools, where, _WITHOUT_TOOLS)
+      rendered_turns.check_tools(tokenizer, recording.tools, where, _WITHOUT_TOOLS)
     for response in recording.responses if needs_rewards else ():
       _check_reward(response, where, style)
 

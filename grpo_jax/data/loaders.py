@@ -22,7 +22,7 @@ import numpy as np
 
 from grpo_jax.data import sources
 from grpo_jax.data.prompts import Dataset
-from grpo_jax.data.skipped import OnError, Skipped
+from grpo_jax.data.skipped_rows import OnError, SkippedRows
 from grpo_jax.types import Prompt
 
 MAX_RECORDS = 32  # number of steps whose metrics a dataloader function sees.
@@ -68,7 +68,7 @@ class Loader:
       raise ValueError(f"cursor {cursor} is outside of the data: {len(self._rows)} positions")
     self._on_error: OnError = on_error
     self.cursor = cursor  # number of positions passed, skipped rows included.
-    self.skipped = Skipped()
+    self.skipped = SkippedRows()
 
   def __len__(self) -> int:
     """Returns the number of rows of an epoch."""

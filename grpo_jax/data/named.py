@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from grpo_jax.data import columns, formats, recorded, threads
+from grpo_jax.data import columns, formats, message_trees, recorded
 from grpo_jax.data.columns import Column, Row, column
 from grpo_jax.registry import nearest
 
@@ -271,7 +271,7 @@ DATASETS: dict[str, NamedDataset] = {
     environment=UNJUDGED,
     messages=columns.best_reply,
     group=columns.reply_group,
-    rearranged=threads.Threads,
+    rearranged=message_trees.MessageTrees,
   ),
   "Tulu3SftMixture": NamedDataset(
     "allenai/tulu-3-sft-mixture",

@@ -2,7 +2,7 @@
 
 A rollout is {"responses_create_params": {"input": …}, "response": {"output": […]}, "reward": …}
 with items as in OpenAI's Responses API; in the simpler form of the guides, "output" replaces
-"response". The items become messages as in chat completions (see `calls`):
+"response". The items become messages as in chat completions (see `recorded_calls`):
 
     message               text of its role
     reasoning             thoughts of the assistant, or dropped
@@ -20,9 +20,17 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_jax.data import calls, formats, recorded
+from grpo_jax.data import formats, recorded, recorded_calls
 from grpo_jax.data.formats import RowError
-from grpo_jax.data.recorded import ASSISTANT, Recording, Response, Style, Turn, field, type_name
+from grpo_jax.data.recorded import (
+  ASSISTANT,
+  RecordedTurn,
+  Recording,
+  Response,
+  Style,
+  field,
+  type_name,
+)
 
 _ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 _PLACEHOLDER = [[0], [0]]  # ids of prompt and generation of an item that no model has sampled.
@@ -82,10 +90,14 @@ def to_recording(row: Mapping[str, Any], where: str, style: Style) -> Recording:
   )
 
 
-def declared_tools(row: Mapping[str, Any], where: str) -> tuple[calls.Tool, ...]:
+def declared_tools(row: Mapping[str, Any], where: str) -> tuple[recorded_calls.Tool, ...]:
   """Returns the tools that the model was offered; none if it was told not to call any."""
   params = _params(row, where)
-  return () if params.get("tool_choice") == "none" else calls.tools_of(params.get("tools"), where)
+  return (
+    ()
+    if params.get("tool_choice") == "none"
+    else recorded_calls.tools_of(params.get("tools"), where)
+  )
 
 
 def prompt_messages(row: Mapping[str, Any], where: str, style: Style) -> list[dict[str, Any]]:
@@ -163,7 +175,7 @@ def turns_of(
   for role, run in itertools.groupby(messages, key=lambda message: message["role"]):
     together = list(run)
     turns += [_one_turn(together, style, keeps_thoughts)] if role == ASSISTANT else together
-  return calls.named(turns)
+  return recorded_calls.named(turns)
 
 
 def _one_turn(
@@ -181,7 +193,7 @@ def _one_turn(
     text = ""
     for message in run:
       is_call = "tool_calls" in message and not message["content"]
-      text += ("\n" if text and is_call else "") + calls.as_text(message)["content"]
+      text += ("\n" if text and is_call else "") + recorded_calls.as_text(message)["content"]
     return {"role": ASSISTANT, "content": text}
   thoughts = "\n".join(m["reasoning_content"] for m in run if m.get("reasoning_content"))
   made = [call for message in run for call in message.get("tool_calls", ())]
@@ -195,7 +207,7 @@ def _one_turn(
 
 def token_turns(
   items: Sequence[Mapping[str, Any]], where: str
-) -> tuple[tuple[int, ...], tuple[Turn, ...]] | None:
+) -> tuple[tuple[int, ...], tuple[RecordedTurn, ...]] | None:
   """Returns the prompt's tokens and the turns, from the token ids of the items.
 
   Each sampled item repeats all tokens before it; the new ones among them since the previous item
@@ -209,7 +221,7 @@ def token_turns(
   """
   prompt: tuple[int, ...] | None = None
   seen: tuple[int, ...] = ()
-  turns: list[Turn] = []
+  turns: list[RecordedTurn] = []
   for i, item in enumerate(items):
     if not isinstance(item, dict) or not item.get("generation_token_ids"):
       continue
@@ -228,13 +240,13 @@ def token_turns(
     if prompt is None:
       prompt = before
     elif len(before) > len(seen):
-      turns.append(Turn("environment", "", before[len(seen) :]))
-    turns.append(Turn(ASSISTANT, "", sampled, logprobs))
+      turns.append(RecordedTurn("environment", "", before[len(seen) :]))
+    turns.append(RecordedTurn(ASSISTANT, "", sampled, logprobs))
     seen = before + sampled
   return None if prompt is None else (prompt, tuple(turns))
 
 
-def _text_turns(items: Sequence[Any], where: str, style: Style) -> tuple[Turn, ...]:
+def _text_turns(items: Sequence[Any], where: str, style: Style) -> tuple[RecordedTurn, ...]:
   """Returns the turns of a response from texts, up to the last one of the assistant."""
   # A message without a role, as in the guides, is the model's.
   given = [{"role": ASSISTANT, **item} if isinstance(item, dict) else item for item in items]
@@ -260,7 +272,7 @@ def _item(item: Any, name: str, where: str, style: Style) -> dict[str, Any]:
     return {"role": ASSISTANT, "content": "", **kept}
   if kind == "function_call":
     tool, arguments = field(item, "name", where), field(item, "arguments", where)
-    made = calls.call(tool, arguments, name, where, call_id=item.get("call_id"))
+    made = recorded_calls.call(tool, arguments, name, where, call_id=item.get("call_id"))
     return {"role": ASSISTANT, "content": "", "tool_calls": [made]}
   if kind == "function_call_output":
     text = recorded.text_of(field(item, "output", where), f"output of {name}", where)
@@ -278,7 +290,7 @@ def _message(item: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
   role = item.get("role")
   if role not in formats.ROLES:
     raise RowError(where, f"{name} has role {role!r}; there are: {', '.join(formats.ROLES)}")
-  checked = calls.checked(item, name, where)
+  checked = recorded_calls.checked(item, name, where)
   text = recorded.text_of(field(checked, "content", where), f"content of {name}", where)
   kept = {key: checked[key] for key in ("tool_calls", "tool_call_id") if checked.get(key)}
   return {"role": role, "content": text, **kept}

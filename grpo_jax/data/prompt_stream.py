@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_jax.data.loaders import MAX_RECORDS, Dataloader, Loader
 from grpo_jax.data.prompts import Dataset
-from grpo_jax.data.skipped import Skipped
+from grpo_jax.data.skipped_rows import SkippedRows
 from grpo_jax.errors import ExpectedFailure, last_frames, place_and_reason
 from grpo_jax.types import Prompt
 
@@ -42,7 +42,7 @@ class PromptStream:
     self._loaders = dict(loaders)
     self._dataloader = dataloader
     self._keeps_records = keeps_records
-    self._seen = Skipped()  # counts of all steps.
+    self._seen = SkippedRows()  # counts of all steps.
     self._memory: dict[str, Any] = dict((state or {}).get("memory", {}))
     self._warn_of_changes((state or {}).get("loaders", {}))
     self._records: list[dict[str, float | int]] = list((state or {}).get("records", []))

@@ -6,10 +6,18 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from grpo_jax.data import calls, formats, named, nemo_gym, prompt_texts, routing, written
+from grpo_jax.data import (
+  formats,
+  named,
+  nemo_gym,
+  prompt_texts,
+  recorded_calls,
+  rendered_turns,
+  routing,
+)
 from grpo_jax.data.options import DataOptions
-from grpo_jax.data.parts import Part
-from grpo_jax.data.skipped import OnError, OverlongError, Skipped
+from grpo_jax.data.row_selection import RowSelection
+from grpo_jax.data.skipped_rows import OnError, OverlongError, SkippedRows
 from grpo_jax.data.sources import RowSource, SourceConfig, open_source
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.errors import place_and_reason
@@ -37,7 +45,7 @@ class PromptDataset:
 
   name: str  # the first part of the ids of its prompts.
   source: RowSource
-  part: Part
+  part: RowSelection
   tokenizer: Tokenizer
   task: Task
   tasks: Mapping[str, Task]  # tasks by the row's `task_name`; empty: `task` for all rows.
@@ -48,7 +56,7 @@ class PromptDataset:
   tools_key: str = DataOptions.tools_key
   allow_control_tokens: bool = False  # whether text of rows may become control tokens.
   # Tools that environments declare, by the name of the environment.
-  tools_of: Mapping[str, Sequence[calls.Tool]] = dataclasses.field(default_factory=dict)
+  tools_of: Mapping[str, Sequence[recorded_calls.Tool]] = dataclasses.field(default_factory=dict)
 
   def __len__(self) -> int:
     return len(self.part)
@@ -86,7 +94,7 @@ class PromptDataset:
     messages = tuple(record.messages)
     if self.allow_control_tokens:
       messages, tools = (tuple(control_tokens.trusted(each)) for each in (messages, tools))
-    asked = written.ask(
+    asked = rendered_turns.ask(
       self.tokenizer, messages, where, max_tokens=self.max_prompt_tokens, tools=tools
     )
     if asked.too_long and self.overlong == "drop":
@@ -130,12 +138,16 @@ class PromptDataset:
 
   def _tools(
     self, record: formats.Record, fields: Mapping[str, Any], environment: str, where: str
-  ) -> tuple[calls.Tool, ...]:
+  ) -> tuple[recorded_calls.Tool, ...]:
     """Returns the tools of a row: its own, otherwise those of its environment."""
     own = fields.get(self.tools_key) if self.tools_key else None
     if record.tools:
       return record.tools
-    return tuple(self.tools_of.get(environment, ())) if own is None else calls.tools_of(own, where)
+    return (
+      tuple(self.tools_of.get(environment, ()))
+      if own is None
+      else recorded_calls.tools_of(own, where)
+    )
 
   def _task_of(self, fields: Mapping[str, Any], where: str) -> Task:
     if not self.tasks:
@@ -164,7 +176,7 @@ class Dataset(Protocol):
     ...
 
   @property
-  def part(self) -> Part:
+  def part(self) -> RowSelection:
     """The rows of the source, or groups, that it selects."""
     ...
 
@@ -189,7 +201,9 @@ def _read(task: Task, fields: Mapping[str, Any], where: str) -> formats.Record:
   try:
     record = task.read_row(fields, where, task.style)
     messages = [
-      calls.checked(message, f"message {i + 1}", where) if message.get("tool_calls") else message
+      recorded_calls.checked(message, f"message {i + 1}", where)
+      if message.get("tool_calls")
+      else message
       for i, message in enumerate(record.messages)
     ]
     return dataclasses.replace(record, messages=tuple(messages))
@@ -220,7 +234,7 @@ def held_out(
     RowError: A row is broken and `on_error` is "stop".
     ValueError: No row can be used.
   """
-  skipped = Skipped()
+  skipped = SkippedRows()
   once = dataset.part.rows
   rows = [row for row in range(len(dataset)) if limit is None or row % once < limit]
   read = (skipped.guard(lambda row=row: dataset.prompt(row, epoch=0), on_error) for row in rows)
@@ -270,7 +284,7 @@ def open_dataset(
   rows_choose_environment: bool = DataOptions.rows_choose_environment,
   known_environments: Collection[str] | None = None,
   tools_key: str = DataOptions.tools_key,
-  tools_of: Mapping[str, Sequence[calls.Tool]] | None = None,
+  tools_of: Mapping[str, Sequence[recorded_calls.Tool]] | None = None,
   allow_control_tokens: bool = DataOptions.allow_control_tokens,
 ) -> PromptDataset:
   """Opens a dataset described by the fields of a config.
@@ -290,9 +304,9 @@ def open_dataset(
     task_args: Further arguments of the task.
     task_seed: Seed of the task; see ReasoningGymSource.
     size: Number of rows of the task.
-    side: Side of the validation split, see `Part`.
+    side: Side of the validation split, see `RowSelection`.
     for_evaluation: Whether a named dataset's evaluation split is used, if `split` is None.
-    split_validation_size: Size of the validation split, see `Part`.
+    split_validation_size: Size of the validation split, see `RowSelection`.
     split_seed: Random seed of the split.
     repeat: Number of times that an epoch has every row.
     format: Processor of a row: "auto", "problem", "messages", "task", "nemo_gym", or the path
@@ -352,7 +366,7 @@ def open_dataset(
       rearranged=entry.rearranged if entry else None,
     )
   )
-  part = Part(
+  part = RowSelection(
     len(source),
     side=side,
     split_validation_size=split_validation_size,

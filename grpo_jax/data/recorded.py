@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from grpo_jax.data import calls, formats
+from grpo_jax.data import formats, recorded_calls
 from grpo_jax.data.formats import RowError, field
 from grpo_jax.data.options import REASONING, TOOLS, DataOptions, OfflineOptions
 
@@ -25,7 +25,7 @@ ASSISTANT = "assistant"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Turn:
+class RecordedTurn:
   """Consecutive text of one side, after the prompt."""
 
   role: str  # "assistant": text of the model, learned from; others: text that it was given.
@@ -40,7 +40,7 @@ class Turn:
 class Response:
   """One answer to a prompt, with its reward or rank."""
 
-  turns: tuple[Turn, ...]
+  turns: tuple[RecordedTurn, ...]
   reward: float | None = None  # NaN: it could not be scored; None: the row has none.
   rank: float | None = None
   components: Mapping[str, float] = dataclasses.field(default_factory=dict)  # parts of reward.
@@ -60,7 +60,8 @@ class Recording:
   group_type: str | None = None  # metrics are reported separately for each type.
   prompt_ids: tuple[int, ...] | None = None  # ids of the prompt; None: the messages are encoded.
   prompt_text: str = ""  # text of `prompt_ids`.
-  tools: tuple[calls.Tool, ...] = ()  # tools that the model was offered, for the chat template.
+  # tools that the model was offered, for the chat template.
+  tools: tuple[recorded_calls.Tool, ...] = ()
   weight: float = 1.0  # of all responses of a group in the loss, besides their own.
 
 
@@ -198,11 +199,11 @@ def check_input(value: Any, name: str, where: str) -> None:
     raise RowError(where, f"{name} is empty", kind=formats.EMPTY_INPUT)
 
 
-def tools_of(row: Mapping[str, Any], where: str, style: Style) -> tuple[calls.Tool, ...]:
+def tools_of(row: Mapping[str, Any], where: str, style: Style) -> tuple[recorded_calls.Tool, ...]:
   """Returns the tools that a row declares; none if the style ignores them."""
   if style.tools == "ignore" or not style.tools_key:
     return ()
-  return calls.tools_of(row.get(style.tools_key), where)
+  return recorded_calls.tools_of(row.get(style.tools_key), where)
 
 
 def conversation(value: Any, name: str, where: str, style: Style) -> list[dict[str, Any]]:
@@ -220,10 +221,10 @@ def conversation(value: Any, name: str, where: str, style: Style) -> list[dict[s
     if message["role"] not in formats.ROLES:
       known = ", ".join(formats.ROLES)
       raise RowError(where, f"{label} has role {message['role']!r}; there are: {known}")
-    checked = calls.checked(message, label, where)
+    checked = recorded_calls.checked(message, label, where)
     content = text_of(field(checked, "content", where), f"content of {label}", where)
     messages.append(as_read({**checked, "content": content}, style))
-  return calls.named(messages)
+  return recorded_calls.named(messages)
 
 
 def as_read(message: Mapping[str, Any], style: Style) -> dict[str, Any]:
@@ -231,14 +232,14 @@ def as_read(message: Mapping[str, Any], style: Style) -> dict[str, Any]:
   made = dict(message)
   if style.reasoning == "drop":
     made.pop("reasoning_content", None)
-  return calls.as_text(made) if style.tools == "ignore" and "tool_calls" in made else made
+  return recorded_calls.as_text(made) if style.tools == "ignore" and "tool_calls" in made else made
 
 
-def turn_of(message: Mapping[str, Any]) -> Turn:
+def turn_of(message: Mapping[str, Any]) -> RecordedTurn:
   """Returns a message of a conversation as a turn."""
   has_fields = message.keys() > {"role", "content"}
-  text = str(calls.as_text(message)["content"])
-  return Turn(message["role"], text, message=message if has_fields else None)
+  text = str(recorded_calls.as_text(message)["content"])
+  return RecordedTurn(message["role"], text, message=message if has_fields else None)
 
 
 def text_of(content: Any, name: str, where: str) -> str:
@@ -336,7 +337,7 @@ def _response(row: Mapping[str, Any], key: str, where: str, style: Style) -> Res
     value = field(row, key, where)
   ids, logprobs = row.get("token_ids"), row.get("logprobs")
   if isinstance(value, str):
-    turn = Turn(
+    turn = RecordedTurn(
       ASSISTANT,
       text_of(value, repr(key), where),
       None if ids is None else integers(ids, "'token_ids'", where),
@@ -385,7 +386,7 @@ def _numbers(
 
 def _token_turns(
   ids: Sequence[int], mask: Sequence[int], behavior: Sequence[Any], where: str
-) -> tuple[Turn, ...]:
+) -> tuple[RecordedTurn, ...]:
   """Splits tokens into sampled parts and parts written in between."""
   turns, start = [], 0
   for end in range(1, len(ids) + 1):
@@ -395,7 +396,7 @@ def _token_turns(
     known = log_probabilities(list(behavior[part]), "'behavior_logprobs'", where)
     sampled = bool(mask[start])
     turns.append(
-      Turn(
+      RecordedTurn(
         ASSISTANT if sampled else "environment", "", tuple(ids[part]), known if sampled else None
       )
     )

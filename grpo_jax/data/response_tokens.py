@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from grpo_jax.data import formats, written
+from grpo_jax.data import formats, rendered_turns
 from grpo_jax.data.formats import RowError
-from grpo_jax.data.recorded import ASSISTANT, Response, Turn
+from grpo_jax.data.recorded import ASSISTANT, RecordedTurn, Response
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.models.chat.rendering import TemplateRefusal
 
@@ -38,8 +38,8 @@ class Encoder:
     """
     parts: list[Part] = []
     masks: list[np.ndarray] = []
-    said: Turn | None = None  # the latest turn of the assistant.
-    uses_template = _has_calls(response.turns) and written.writes_calls(self.tokenizer)
+    said: RecordedTurn | None = None  # the latest turn of the assistant.
+    uses_template = _has_calls(response.turns) and rendered_turns.writes_calls(self.tokenizer)
     for is_sampled, run in itertools.groupby(response.turns, lambda turn: turn.role == ASSISTANT):
       turns = list(run)
       if is_sampled:
@@ -56,7 +56,7 @@ class Encoder:
     joined = _joined(known, np.float32) if len(known) == len(parts) else None
     return _joined([ids for ids, _ in parts], np.int32), _joined(masks, np.bool_), joined
 
-  def _sampled(self, turn: Turn, *, is_cut: bool, uses_template: bool) -> Part:
+  def _sampled(self, turn: RecordedTurn, *, is_cut: bool, uses_template: bool) -> Part:
     """Returns ids and logprobs of a sampled turn; text gets the template's end of turn."""
     if turn.token_ids is not None:
       ids = checked(self.tokenizer, turn.token_ids, self.where)
@@ -84,13 +84,13 @@ class Encoder:
     """Encodes a turn as the chat template writes it; says whether it ends with a stop id."""
     longest = self._characters(needed)
     try:
-      return written.turn(self.tokenizer, message, tools=self.tools, max_characters=longest)
+      return rendered_turns.turn(self.tokenizer, message, tools=self.tools, max_characters=longest)
     except TemplateRefusal as error:
       reason = f"{error}; offline.tools='ignore' reads calls as text"
       raise RowError(self.where, reason, kind=formats.UNWRITTEN_TOOLS) from error
 
   def _written(
-    self, turns: Sequence[Turn], calls: Sequence[Mapping[str, Any]], *, after: np.ndarray
+    self, turns: Sequence[RecordedTurn], calls: Sequence[Mapping[str, Any]], *, after: np.ndarray
   ) -> Part:
     """Returns the ids between two turns of the model. They are not learned from.
 
@@ -123,7 +123,7 @@ class Encoder:
     return text[: self._characters(tokens)]
 
 
-def _has_calls(turns: Sequence[Turn]) -> bool:
+def _has_calls(turns: Sequence[RecordedTurn]) -> bool:
   return any("tool_calls" in turn.message for turn in turns if turn.message is not None)
 
 

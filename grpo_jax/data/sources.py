@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from grpo_jax.data import given_rows, tables
+from grpo_jax.data import in_memory_rows, tables
 from grpo_jax.data.formats import RowError
 from grpo_jax.data.function_rows import FunctionSource
 from grpo_jax.data.generated import ReasoningGymSource
@@ -43,7 +43,7 @@ class RowSource(Protocol):
     ...
 
 
-class Joined:
+class ConcatenatedSource:
   """Several sources, one after the other, as one."""
 
   def __init__(self, sources: Sequence[RowSource], *, name: str):
@@ -128,15 +128,15 @@ def _as_text(source: RowSource, row: int) -> str:
 def open_source(config: SourceConfig) -> RowSource:
   """Opens a source of the kind that the config names, or that its other fields imply.
 
-  A dotted path names a function that returns a source, or rows (see `given_rows.each`).
+  A dotted path names a function that returns a source, or rows (see `in_memory_rows.each`).
   A `path` that is a URL is fetched first; see `files.fetched`.
   """
   if config.path:
     config = dataclasses.replace(config, path=fetched.local(config.path))
   kind = kind_of(config)
   if "." in kind:
-    made = given_rows.returned(function(kind), config.task_args, config, kind)
-    source = given_rows.source_of(made, name=config.name, path=kind)
+    made = in_memory_rows.returned(function(kind), config.task_args, config, kind)
+    source = in_memory_rows.source_of(made, name=config.name, path=kind)
   else:
     source = choose("kind", kind, SOURCES)(config)
   return config.rearranged(source) if config.rearranged else source
@@ -205,7 +205,7 @@ def _open_path(config: SourceConfig, kind: str | None) -> RowSource:
   if path.is_dir():
     files = _files_of(path, config.split, config.usual_split)
     parts = [_open_one(file, kind, config, name=None) for file in files]
-    return Joined(parts, name=config.name or path.name)
+    return ConcatenatedSource(parts, name=config.name or path.name)
   if not path.is_file():
     raise FileNotFoundError(f"no data file {config.path}{_neighbours(path)}")
   return _open_one(path, kind, config, name=config.name)

@@ -18,7 +18,7 @@ _UNPACKED_ROWS = 4096  # rows of a piece of an unpacked file, read at once.
 
 
 @runtime_checkable
-class Rows(Protocol):
+class IndexedRows(Protocol):
   """Rows by number, wherever they are."""
 
   def __len__(self) -> int: ...
@@ -29,7 +29,7 @@ class Rows(Protocol):
 class RowsSource:
   """Rows in memory, or in an object that is indexed like a list."""
 
-  def __init__(self, rows: Rows, *, name: str, place: str):
+  def __init__(self, rows: IndexedRows, *, name: str, place: str):
     """Keeps the rows.
 
     Args:

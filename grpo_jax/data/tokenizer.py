@@ -19,7 +19,7 @@ from grpo_jax.models.chat.control_tokens import ControlTokens
 from grpo_jax.models.chat.plain import Plain
 from grpo_jax.models.chat.rendering import ConversationTooLarge
 from grpo_jax.models.chat.template import PLAIN, ChatTemplate, Message, Tool
-from grpo_jax.models.chat.tool_calls import Parser
+from grpo_jax.models.chat.tool_calls import CallParser
 from grpo_jax.models.chat.turn_texts import TurnTexts
 from grpo_jax.models.errors import ModelError
 from grpo_jax.models.fields import Fields
@@ -159,12 +159,12 @@ class HuggingFaceTokenizer:
 
   def __init__(
     self,
-    opened: tokenizer_files.Opened,
+    opened: tokenizer_files.OpenedTokenizer,
     stop_ids: tuple[int, ...],
     *,
     plain: bool = False,
     template_args: Mapping[str, Any] | None = None,
-    tool_form: str | Parser | None = None,
+    tool_form: str | CallParser | None = None,
   ):
     template = opened.tools_template or opened.template
     self._tool_form = tool_form or (tool_calls.form_of(template) if template else None)
@@ -215,7 +215,7 @@ class HuggingFaceTokenizer:
     return self._template
 
   @property
-  def tool_form(self) -> str | Parser | None:
+  def tool_form(self) -> str | CallParser | None:
     """Form in which the model writes tool calls; see `tool_form_of`."""
     return self._tool_form
 
@@ -398,7 +398,7 @@ def load(
   )
 
 
-def find_tool_form(form: str) -> str | Parser:
+def find_tool_form(form: str) -> str | CallParser:
   """Returns a form of tool calls by its name, or the function that a dotted path names.
 
   Raises:
@@ -412,7 +412,7 @@ def find_tool_form(form: str) -> str | Parser:
   return parser
 
 
-def tool_form_of(tokenizer: Tokenizer) -> str | Parser | None:
+def tool_form_of(tokenizer: Tokenizer) -> str | CallParser | None:
   """Returns the form in which a model writes tool calls, for `tool_calls.parse`.
 
   Args:

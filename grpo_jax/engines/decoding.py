@@ -39,10 +39,10 @@ from grpo_jax.compilation import precision
 from grpo_jax.engines import sampling
 from grpo_jax.models import layers, lora, transformer
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.placement import Placement
+from grpo_jax.models.placement import MeshPlacement
 from grpo_jax.models.products import (
   Adapters,
-  Joined,
+  FusedKernels,
   LowRank,
   OutputMajor,
   Products,
@@ -94,7 +94,7 @@ def unchecked(cls: type[_Class], **fields: Any) -> _Class:
 
 @_as_tree
 @dataclasses.dataclass(frozen=True)
-class Weights:
+class SamplerWeights:
   """The parameters as the sampler reads them.
 
   Attributes:
@@ -118,7 +118,7 @@ class Weights:
 
 @_as_tree
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class RowStates:
   """The state of every row between chunks; built on the host before each chunk."""
 
   tokens: Int[Array | np.ndarray, " R"]  # next token to feed to the model.
@@ -144,7 +144,7 @@ class Rows:
 
 @_as_tree
 @dataclasses.dataclass(frozen=True)
-class Chunk:
+class PrefillChunk:
   """The n tokens that are prefilled at once, one prompt after another.
 
   Only the first prompt may have begun in an earlier chunk.
@@ -213,7 +213,7 @@ class Options:
   unmerged: bool = False
 
 
-def split_layers(params: transformer.Params, options: Options) -> Weights:
+def split_layers(params: transformer.Params, options: Options) -> SamplerWeights:
   """Makes the per-layer arrays from the stacked ones, once for every change of weights.
 
   Kernels are rounded to the compute dtype here and not at every token. The embedding, the final
@@ -223,7 +223,7 @@ def split_layers(params: transformer.Params, options: Options) -> Weights:
   dtype = options.products.compute_dtype
   head, _ = transformer.head(params, options.config)
   copied, quantized = _kernels(params, options)
-  return Weights(
+  return SamplerWeights(
     embed=params["embed"],
     layers=_unstack(copied, options.config.num_layers, dtype, options.mesh is None),
     final_norm=params["final_norm"],
@@ -274,7 +274,7 @@ def _adapter_arrays(params: transformer.Params, options: Options) -> dict[str, L
   return {name: dataclasses.replace(x, base=None) for name, x in kernels.items()}
 
 
-def described(params: Any, options: Options) -> Weights:
+def described(params: Any, options: Options) -> SamplerWeights:
   """Returns shapes, dtypes and shardings of what `split_layers` returns.
 
   Args:
@@ -289,7 +289,7 @@ def described(params: Any, options: Options) -> Weights:
   parts = [_unstack_adapters.lower(found, num_layers, dtype)] if found else []
   placed = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
   shardings = unchecked(
-    Weights,
+    SamplerWeights,
     embed=params["embed"].sharding,
     layers=unstack.compile().output_shardings,
     final_norm=params["final_norm"].sharding,
@@ -329,7 +329,7 @@ def _unstack(
         continue
       kernels = [made.pop(name).array for name in names]
       widths = tuple(kernel.shape[0] for kernel in kernels)
-      made[joined_name(names)] = Joined(jnp.concatenate(kernels), widths)
+      made[joined_name(names)] = FusedKernels(jnp.concatenate(kernels), widths)
     return made
 
   return [layer(i) for i in range(num_layers)]
@@ -354,7 +354,7 @@ def _unstack_adapters(
   ]
 
 
-def _layer(weights: Weights, i: int, x: Array) -> layers.LayerParams:
+def _layer(weights: SamplerWeights, i: int, x: Array) -> layers.LayerParams:
   """Returns the parameters of a layer.
 
   Where quantised kernels are read depends on the layer's input, in form only: no number is above
@@ -403,7 +403,7 @@ def resize(
   return jax.tree.map(one, cache)
 
 
-def prefill(weights: Weights, cache: Cache, chunk: Chunk, options: Options) -> Cache:
+def prefill(weights: SamplerWeights, cache: Cache, chunk: PrefillChunk, options: Options) -> Cache:
   """Computes keys and values of a chunk of prompts and writes them into their pages.
 
   Each token is a row of its own. On a mesh tokens are split as the rows of a batch are, weights are
@@ -438,7 +438,7 @@ def prefill(weights: Weights, cache: Cache, chunk: Chunk, options: Options) -> C
 
 
 def read_again(
-  weights: Weights, prompts: Cache, own: Cache, pieces: Pieces, options: Options
+  weights: SamplerWeights, prompts: Cache, own: Cache, pieces: Pieces, options: Options
 ) -> Cache:
   """Computes keys and values of sampled tokens again, in their columns of the ring.
 
@@ -491,9 +491,9 @@ def read_again(
 
 
 def _read(
-  weights: Weights,
+  weights: SamplerWeights,
   cache: Sequence[_LayerCache],
-  taken: Chunk | Pieces,
+  taken: PrefillChunk | Pieces,
   write: Callable[[_LayerCache, Array, Array], _LayerCache],
   before: Callable[..., Partial],
   options: Options,
@@ -561,15 +561,15 @@ def _prefill_products(options: Options) -> Products:
   A decode step has few rows, so there the compiler leaves weights where they are and adds up
   partial sums of the rows.
   """
-  placement = None if options.mesh is None else Placement(options.mesh)
+  placement = None if options.mesh is None else MeshPlacement(options.mesh)
   return dataclasses.replace(options.products, placement=placement)
 
 
 def decode(
-  weights: Weights,
+  weights: SamplerWeights,
   prompts: Cache,
   own: Cache,
-  rows: Rows,
+  rows: RowStates,
   leave_at: Int[Array, ""],
   options: Options,
 ) -> tuple[Cache, Int[Array, "R chunk"], Float[Array, "R chunk"]]:
@@ -619,13 +619,13 @@ def decode(
 
 
 def decode_step(
-  weights: Weights,
+  weights: SamplerWeights,
   prompts: Cache,
   own: Cache,
   tokens: Int[Array, " R"],
   lengths: Int[Array, " R"],
   number: Int[Array, ""],
-  rows: Rows,
+  rows: RowStates,
   options: Options,
 ) -> tuple[Float[Array, "R V"], Cache]:
   """Feeds one token of every row to the model.
@@ -677,7 +677,7 @@ def decode_step(
 
 
 def _drawn(
-  logits: Float[Array, "R V"], lengths: Int[Array, " R"], rows: Rows, options: Options
+  logits: Float[Array, "R V"], lengths: Int[Array, " R"], rows: RowStates, options: Options
 ) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
   """Samples a token for every row; filters are computed only if a row has any."""
   filters = (jnp.asarray(rows.top_k), jnp.asarray(rows.top_p), jnp.asarray(rows.min_p))
@@ -730,7 +730,7 @@ def _over_tiles(
   asked: Float[Array, "R K r E"],
   found: Partial,
   pages: tuple[Array, Array],
-  rows: Rows,
+  rows: RowStates,
   first: Int[Array, " R"] | None,
   options: Options,
 ) -> Partial:
@@ -916,7 +916,7 @@ def _append(
   return _placed(keys, options, row_axis=1), _placed(values, options, row_axis=1)
 
 
-def _moved(ring: Cache, rows: Rows) -> Cache:
+def _moved(ring: Cache, rows: RowStates) -> Cache:
   """Moves rows of the ring, one after another."""
 
   def move(i, ring):

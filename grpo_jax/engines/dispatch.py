@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 from grpo_jax.engines import sglang_messages
 from grpo_jax.engines.base import Generation, GenerationRequest
-from grpo_jax.engines.calls import Call
-from grpo_jax.engines.placement import Placement
+from grpo_jax.engines.generate_call import GenerateCall
+from grpo_jax.engines.load_balancing import LoadBalancer
 from grpo_jax.engines.scheduling import prompt_key
 from grpo_jax.engines.server import FleetError, Server
 from grpo_jax.http.failures import Overloaded, Refused, Unanswered
@@ -25,11 +25,11 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # pauses of a job whose server is 
 
 
 @dataclasses.dataclass(eq=False)
-class Job:
+class CompletionJob:
   """The content of one HTTP request: one completion."""
 
   request: GenerationRequest
-  call: Call
+  call: GenerateCall
   attempts: int = 0
 
   @property
@@ -41,13 +41,13 @@ class Job:
 class _Running:
   """An attempt in flight."""
 
-  job: Job
+  job: CompletionJob
   index: int  # of the server.
   version: int | None  # of the weights that it was sent for.
 
 
 class Dispatcher:
-  """Sends jobs to the servers that are open; see `fleet.Listener`."""
+  """Sends jobs to the servers that are open; see `fleet.FleetListener`."""
 
   def __init__(
     self,
@@ -67,7 +67,7 @@ class Dispatcher:
       vocab_size: Size of the vocabulary; ids must be below it.
       seeded: Whether the servers honour seeds.
     """
-    self._placement = Placement(range(servers), limit=in_flight)
+    self._placement = LoadBalancer(range(servers), limit=in_flight)
     for index in range(servers):
       self._placement.close(index)
     self._servers: dict[int, Server] = {}
@@ -77,11 +77,11 @@ class Dispatcher:
     self._seeded = seeded
     self._prefix = uuid.uuid4().hex[:12]
     self._numbers = itertools.count()
-    self._jobs: set[Job] = set()  # submitted and not yet delivered.
+    self._jobs: set[CompletionJob] = set()  # submitted and not yet delivered.
     self._error: Exception | None = None
     self.retries = 0
 
-  def submit(self, jobs: Sequence[Job]) -> None:
+  def submit(self, jobs: Sequence[CompletionJob]) -> None:
     """Queues jobs."""
     for job in jobs:
       if self._error is not None:
@@ -91,7 +91,7 @@ class Dispatcher:
       self._placement.add(job.group, job)
     self._send()
 
-  def leave(self, call: Call) -> None:
+  def leave(self, call: GenerateCall) -> None:
     """Drops the jobs that a call still waits for, and cancels them at the servers."""
     if call.is_complete:  # the usual case. Otherwise all jobs of all calls are looked through.
       return
@@ -154,7 +154,7 @@ class Dispatcher:
     self._send()
 
   async def _attempt(
-    self, job: Job, server: Server, version: int | None, adapter: str | None
+    self, job: CompletionJob, server: Server, version: int | None, adapter: str | None
   ) -> None:
     """Sends a job to a server and delivers the answer.
 
@@ -199,13 +199,13 @@ class Dispatcher:
     else:
       self._deliver(job, generation)
 
-  def _give_back(self, job: Job, server: Server, error: Exception) -> None:
+  def _give_back(self, job: CompletionJob, server: Server, error: Exception) -> None:
     """Closes a server that failed until its health has been checked; its job is sent again."""
     self._count_failure(job, server, error)
     self._placement.close(server.index)
     server.doubt()
 
-  def _count_failure(self, job: Job, server: Server, error: Exception) -> None:
+  def _count_failure(self, job: CompletionJob, server: Server, error: Exception) -> None:
     """Counts an attempt that failed; drops a job after many attempts."""
     self.retries += 1
     job.attempts += 1
@@ -214,13 +214,13 @@ class Dispatcher:
       text = f"request {name!r} failed {job.attempts} times; the last: {error}.{server.log_end()}"
       self._drop(job, FleetError(text))
 
-  def _deliver(self, job: Job, generation: Generation) -> None:
+  def _deliver(self, job: CompletionJob, generation: Generation) -> None:
     if job in self._jobs:
       self._jobs.remove(job)
       job.call.deliver(generation)
       job.call.progress(0)
 
-  def _drop(self, job: Job, error: BaseException) -> None:
+  def _drop(self, job: CompletionJob, error: BaseException) -> None:
     """Fails the call of a job."""
     if job in self._jobs:
       self.leave(job.call)

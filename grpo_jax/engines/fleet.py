@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from grpo_jax.engines import probe
-from grpo_jax.engines.server import FleetError, Options, Server, ServerLost, Weights
+from grpo_jax.engines.server import FleetError, Options, Server, ServerLost, WeightsVersion
 from grpo_jax.engines.server_process import ServerError, ServerProcess
 from grpo_jax.engines.sglang_client import Client
 from grpo_jax.http.client import JsonClient
@@ -27,7 +27,7 @@ _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 1.0, 60.0
 
 
 @runtime_checkable
-class Listener(Protocol):
+class FleetListener(Protocol):
   """The object that sends requests to the servers."""
 
   def opened(self, server: "Server") -> None:
@@ -46,7 +46,7 @@ class Listener(Protocol):
 class Fleet:
   """All servers of a run. Its methods are called in one event loop."""
 
-  def __init__(self, options: Options, listener: Listener):
+  def __init__(self, options: Options, listener: FleetListener):
     """Makes the fleet; `start` begins its work."""
     self._options = options
     self._listener = listener
@@ -60,7 +60,7 @@ class Fleet:
     ]
     self._http = JsonClient(key=options.key, connect_s=options.timeouts.connect_s)
     self._tasks: list[asyncio.Task[None]] = []
-    self._weights: Weights | None = None
+    self._weights: WeightsVersion | None = None
     self._is_asleep = False
     self._changed = asyncio.Condition()
     self._error: Exception | None = None
@@ -78,7 +78,7 @@ class Fleet:
     for task in self._tasks:
       task.add_done_callback(self._kept)
 
-  async def publish(self, weights: Weights) -> None:
+  async def publish(self, weights: WeightsVersion) -> None:
     """Gives all servers new weights; returns once each server that is up was proven to use them.
 
     A server that is lost meanwhile gets them when it is replaced. Waits until all servers have

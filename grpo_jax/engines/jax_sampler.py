@@ -2,7 +2,7 @@
 
 A worker thread computes while the caller's event loop scores finished completions. The engine keeps
 one thread for its whole life, because malloc reuses freed memory only within the thread.
-`session.py` forms the batches, `decoding.py` is what runs on the device.
+`continuous_batching.py` forms the batches, `decoding.py` is what runs on the device.
 
 Equal seeds give equal completions, whatever else is computed at the same time: random numbers
 depend on seed and token index only. What remains is rounding: with another number of rows, sums may
@@ -27,11 +27,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from grpo_jax import registry
 from grpo_jax.compilation import host_memory, precision
-from grpo_jax.compilation.programs import Job
-from grpo_jax.engines import base, decoding, local_weights, merging, scheduling, stopping
-from grpo_jax.engines.calls import Call
+from grpo_jax.compilation.programs import CompileJob
+from grpo_jax.engines import base, decoding, local_weights, merge_rounding, scheduling, stopping
+from grpo_jax.engines.continuous_batching import ContinuousBatcher, Programs, Stats, caches
+from grpo_jax.engines.generate_call import GenerateCall
 from grpo_jax.engines.options import EngineOptions
-from grpo_jax.engines.session import Programs, Session, Stats, caches
 from grpo_jax.models import lora
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
@@ -130,21 +130,21 @@ class JaxSampler:
       attention=attention,
     )
     self._unmerged = unmerged
-    self._merged_share = merging.MergedShare(compute_dtype)
+    self._merged_share = merge_rounding.MergedShare(compute_dtype)
     self._sizes = _sizes(max_rows, self._options, prompt_tokens, completion_tokens, long_prompts)
     self._in_flight_updates = in_flight_updates
     self._programs = Programs()
     self._devices = None if devices is None else tuple(devices)
     self._gathering: local_weights.Copies | None = None  # None: not needed so far.
-    self._session: Session | None = None  # used by the worker thread while it runs.
+    self._session: ContinuousBatcher | None = None  # used by the worker thread while it runs.
     self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jax_sampler")
     self._lock = threading.Lock()  # guards all below.
-    self._weights: decoding.Weights | None = None
+    self._weights: decoding.SamplerWeights | None = None
     self._kept: _Kept | None = None  # None: unless unmerged.
     self._sync_bytes: int | None = None
     self._version = -1
-    self._arrived: list[Call] = []
-    self._in_flight: list[Call] = []
+    self._arrived: list[GenerateCall] = []
+    self._in_flight: list[GenerateCall] = []
     self._is_working = False
     self._is_closed = False
     self.stats = Stats()
@@ -210,7 +210,7 @@ class JaxSampler:
     if self._is_closed:
       raise RuntimeError("the engine was closed")
 
-  def programs(self, params: Any) -> list[Job]:
+  def programs(self, params: Any) -> list[CompileJob]:
     """Returns the compilations after which no request within the planned sizes compiles.
 
     Args:
@@ -230,7 +230,7 @@ class JaxSampler:
       own = self._programs.jobs(weights, options, self._sizes, reads_again=self._in_flight_updates)
     return [*first, *own]
 
-  def described(self, params: Any) -> tuple[decoding.Weights, tuple[Any, Any]]:
+  def described(self, params: Any) -> tuple[decoding.SamplerWeights, tuple[Any, Any]]:
     """Describes what lies in memory while completions of the planned sizes are sampled.
 
     Args:
@@ -244,7 +244,7 @@ class JaxSampler:
     with self._at_home():
       return weights, caches(options, self._sizes)
 
-  def _described(self, params: Any) -> tuple[decoding.Weights, decoding.Options]:
+  def _described(self, params: Any) -> tuple[decoding.SamplerWeights, decoding.Options]:
     """Returns shapes, dtypes and shardings of the weights, and the options for them."""
     gathering = self._gathering_of(params)
     if gathering is None:
@@ -281,7 +281,7 @@ class JaxSampler:
 
   def _copied(
     self, params: Any, gathering: local_weights.Copies | None, options: decoding.Options
-  ) -> tuple[decoding.Weights, Any]:
+  ) -> tuple[decoding.SamplerWeights, Any]:
     """Returns the sampler's weights, and those of their arrays that are not an earlier copy."""
     if not options.unmerged:
       self._kept = None
@@ -299,7 +299,7 @@ class JaxSampler:
 
   def _copied_whole(
     self, params: Any, gathering: local_weights.Copies | None, options: decoding.Options
-  ) -> decoding.Weights:
+  ) -> decoding.SamplerWeights:
     if gathering is not None:
       return gathering(params, options)
     weights = decoding.split_layers(params, options)
@@ -387,7 +387,7 @@ class JaxSampler:
   ) -> AsyncIterator[base.Generation]:
     if not requests:
       return
-    call = Call(requests, on_progress)
+    call = GenerateCall(requests, on_progress)
     with self._lock:
       self._check_ready()
       self._arrived.append(call)
@@ -429,11 +429,11 @@ class JaxSampler:
     for call in closed_upon:
       call.fail(RuntimeError("the engine was closed"))
 
-  def _session_for(self, options: decoding.Options) -> Session:
+  def _session_for(self, options: decoding.Options) -> ContinuousBatcher:
     """Returns the current session; a new one if it is idle and its options have changed."""
     session = self._session
     if session is None or (session.is_idle and session.options != options):
-      self._session = session = Session(
+      self._session = session = ContinuousBatcher(
         options,
         sizes=self._sizes,
         decode_text=self._decode_text,
@@ -444,16 +444,16 @@ class JaxSampler:
 
   def _advance(
     self,
-    session: Session,
-    arrived: Sequence[Call],
-    calls: Sequence[Call],
-    weights: decoding.Weights,
+    session: ContinuousBatcher,
+    arrived: Sequence[GenerateCall],
+    calls: Sequence[GenerateCall],
+    weights: decoding.SamplerWeights,
     version: int,
   ) -> None:
     """Decodes one chunk and delivers finished generations."""
     for call in arrived:
       session.submit(
-        [scheduling.Completion(r, call, scheduling.prompt_key(r)) for r in call.requests]
+        [scheduling.RunningCompletion(r, call, scheduling.prompt_key(r)) for r in call.requests]
       )
     session.drop(lambda call: call.is_left)
     finished = [] if session.is_idle else session.advance(weights, version)
@@ -485,7 +485,7 @@ def _sizes(
   prompt_tokens: int | None,
   completion_tokens: int | None,
   long_prompts: int | None,
-) -> scheduling.Sizes:
+) -> scheduling.SamplerSizes:
   """Returns the sizes of the caches: fixed if the longest prompt and completion are planned."""
   is_cpu = current_chip().platform == "cpu"
   if prompt_tokens is None or completion_tokens is None:
@@ -526,7 +526,7 @@ class _Made:
   """
 
   options: decoding.Options
-  weights: decoding.Weights
+  weights: decoding.SamplerWeights
   sync_bytes: int | None
 
 
@@ -540,7 +540,7 @@ class _Kept:
   """
 
   base: Any
-  weights: decoding.Weights
+  weights: decoding.SamplerWeights
 
   def is_of(self, base: Any) -> bool:
     """Returns whether this is a copy of these very arrays."""
@@ -555,7 +555,7 @@ def _bytes_beside(known: Any, arrays: Any) -> int:
   return sum(part.data.nbytes for x in new.values() for part in x.addressable_shards)
 
 
-def _with_own_arrays(weights: decoding.Weights) -> decoding.Weights:
+def _with_own_arrays(weights: decoding.SamplerWeights) -> decoding.SamplerWeights:
   """Copies the arrays shared with the trainer; a tied head stays tied."""
   embed = jnp.copy(weights.embed)
   head = embed if weights.head is weights.embed else jnp.copy(weights.head)

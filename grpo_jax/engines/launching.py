@@ -18,7 +18,7 @@ from typing import Any
 
 from grpo_jax.engines.sglang_options import DEVICES, SGLangOptions
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.files import shipped
+from grpo_jax.files import package_data
 from grpo_jax.http import redaction
 
 SERVER_SIDE = pathlib.Path(__file__).parent / "server_side"
@@ -251,7 +251,7 @@ def _refused_variables(environment: Mapping[str, Any]) -> Iterator[str]:
 @functools.cache
 def check_environment(python: pathlib.Path, device: str) -> None:
   """Raises if `python` is not an interpreter with SGLang for this device."""
-  script = shipped.folder() / "scripts" / "install_sglang.sh"
+  script = package_data.folder() / "scripts" / "install_sglang.sh"
   remedy = f"`bash {script} {device}` makes one"
   if not os.access(python, os.X_OK) or python.is_dir():
     raise ServerError(f"no server environment at {python}: {remedy}")

@@ -17,10 +17,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from grpo_jax.compilation.programs import Job, Program, abstract
+from grpo_jax.compilation.programs import CompileJob, Program, abstract
 from grpo_jax.engines import decoding
 from grpo_jax.models import leaves, lora, placement
-from grpo_jax.models.products import Adapters, Joined, LowRank, OutputMajor
+from grpo_jax.models.products import Adapters, FusedKernels, LowRank, OutputMajor
 from grpo_jax.processes import local_devices
 
 _REMEDY_MOVING = "split the weights over more devices"
@@ -51,15 +51,15 @@ class Copies(Protocol):
     """Returns whether these parameters are like those that the copies were described for."""
     ...
 
-  def described(self, options: decoding.Options) -> decoding.Weights:
+  def described(self, options: decoding.Options) -> decoding.SamplerWeights:
     """Returns shapes, dtypes and shardings of the copy."""
     ...
 
-  def jobs(self, options: decoding.Options) -> list[Job]:
+  def jobs(self, options: decoding.Options) -> list[CompileJob]:
     """Returns the compilations of the programs."""
     ...
 
-  def __call__(self, params: Any, options: decoding.Options) -> decoding.Weights:
+  def __call__(self, params: Any, options: decoding.Options) -> decoding.SamplerWeights:
     """Returns the copy; none of its arrays is one of the parameters."""
     ...
 
@@ -100,7 +100,7 @@ class Gathering:
     """Returns whether these parameters are like those that the copies were described for."""
     return _are_like(params, self._params)
 
-  def described(self, options: decoding.Options) -> decoding.Weights:
+  def described(self, options: decoding.Options) -> decoding.SamplerWeights:
     """Returns shapes, dtypes and shardings of this process's copy.
 
     Args:
@@ -109,13 +109,13 @@ class Gathering:
     weights = self._tied(self._of_weights.described(self._params, options))
     return _with(weights, adapters=self._of_adapters.described(self._params, options))
 
-  def jobs(self, options: decoding.Options) -> list[Job]:
+  def jobs(self, options: decoding.Options) -> list[CompileJob]:
     """Returns the compilations of the programs."""
     weights = self._of_weights.job(self._params, options)
     has_adapters = bool(self._of_adapters.described(self._params, options))
     return [weights, *([self._of_adapters.job(self._params, options)] if has_adapters else ())]
 
-  def __call__(self, params: Any, options: decoding.Options) -> decoding.Weights:
+  def __call__(self, params: Any, options: decoding.Options) -> decoding.SamplerWeights:
     """Returns this process's copy. All processes must call it, on their main threads.
 
     Args:
@@ -134,7 +134,7 @@ class Gathering:
     sharding = self._part.own(self._part.partition(like.sharding.spec))
     return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
 
-  def _tied(self, weights: decoding.Weights) -> decoding.Weights:
+  def _tied(self, weights: decoding.SamplerWeights) -> decoding.SamplerWeights:
     if not self._is_tied:
       return weights
     return _with(weights, head=weights.embed)
@@ -165,13 +165,14 @@ class Moving:
     self.local = self._as_local(self._params)
     self._layout = _Layout(self.local, is_tied=options.config.tie_embeddings)
     self._of_layer: Program | None = None
-    self._copy: tuple[decoding.Options, decoding.Weights] | None = None  # described for options.
+    # described for options.
+    self._copy: tuple[decoding.Options, decoding.SamplerWeights] | None = None
 
   def fits(self, params: Any) -> bool:
     """Returns whether these parameters are like those that the copies were described for."""
     return _are_like(params, self._params)
 
-  def described(self, options: decoding.Options) -> decoding.Weights:
+  def described(self, options: decoding.Options) -> decoding.SamplerWeights:
     """Returns shapes, dtypes and shardings of the copy.
 
     Args:
@@ -181,7 +182,7 @@ class Moving:
       self._copy = options, self._describe(options)
     return self._copy[1]
 
-  def _describe(self, options: decoding.Options) -> decoding.Weights:
+  def _describe(self, options: decoding.Options) -> decoding.SamplerWeights:
     shapes = jax.eval_shape(lambda params: _read(params, options), self._params)
     weights = self._placed(shapes, self._layout.weights(shapes))
     found = jax.eval_shape(lambda params: decoding.adapters(params, options), self._params)
@@ -189,11 +190,11 @@ class Moving:
     adapters = self._placed(found, self._layout.adapters(found))
     return _with(weights, head=head, adapters=adapters)
 
-  def jobs(self, options: decoding.Options) -> list[Job]:
+  def jobs(self, options: decoding.Options) -> list[CompileJob]:
     """Returns the compilation of the program that makes a layer."""
     return [self._program_for(options).job(self._params, abstract(np.int32(0)))]
 
-  def __call__(self, params: Any, options: decoding.Options) -> decoding.Weights:
+  def __call__(self, params: Any, options: decoding.Options) -> decoding.SamplerWeights:
     """Returns the copy.
 
     Args:
@@ -209,7 +210,7 @@ class Moving:
     rounded = lambda x, of: self._moved(_whole(x.astype(dtype)), of)
     embed = rounded(params["embed"], like.embed)
     base = lora.base_of(params)["layers"]
-    return decoding.Weights(
+    return decoding.SamplerWeights(
       embed=embed,
       layers=layers,
       final_norm=self._moved(_whole(params["final_norm"]), like.final_norm),
@@ -229,7 +230,7 @@ class Moving:
 
   def _as_local(self, params: Any) -> Any:
     """Describes the parameters as if they were on the devices that sample."""
-    rules = placement.Placement(self._mesh)
+    rules = placement.MeshPlacement(self._mesh)
 
     def of(value: Any, axes: Sequence[str | None]) -> Any:
       def described(like: Any) -> Any:
@@ -314,13 +315,13 @@ class _Layout:
     self._local = local
     self._is_tied = is_tied
 
-  def weights(self, weights: decoding.Weights) -> decoding.Weights:
+  def weights(self, weights: decoding.SamplerWeights) -> decoding.SamplerWeights:
     """Returns the partition of each array of weights without adapters."""
     of = lora.base_of(jax.tree.map(lambda like: like.sharding.spec, self._local))
 
     def of_layer(name: str, value: Any) -> Any:
-      if isinstance(value, Joined):  # on one device.
-        return Joined(PartitionSpec(), value.widths)
+      if isinstance(value, FusedKernels):  # on one device.
+        return FusedKernels(PartitionSpec(), value.widths)
       _, first, second = _axes(of["layers"][name])
       if isinstance(value, OutputMajor):
         return OutputMajor(PartitionSpec(second, first))
@@ -348,7 +349,7 @@ class _Layout:
     return [{name: partition(group) for name, group in each.items()} for each in adapters]
 
 
-def _read(params: Any, options: decoding.Options) -> decoding.Weights:
+def _read(params: Any, options: decoding.Options) -> decoding.SamplerWeights:
   """Returns the weights without adapters and without a tied head.
 
   Every lookup rounds the embedding as this does.
@@ -383,7 +384,7 @@ class _Copier:
     place = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._part.own(spec))
     return jax.tree.map(place, shapes, self._specs(shapes))
 
-  def job(self, params: Any, options: decoding.Options) -> Job:
+  def job(self, params: Any, options: decoding.Options) -> CompileJob:
     """Returns the compilation of the program."""
     return self._program_for(params, options).job(params)
 
@@ -410,9 +411,9 @@ def _axes(spec: PartitionSpec) -> tuple[Any, Any, Any]:
   return first, second, third
 
 
-def _with(weights: decoding.Weights, **fields: Any) -> decoding.Weights:
+def _with(weights: decoding.SamplerWeights, **fields: Any) -> decoding.SamplerWeights:
   """Returns weights with other fields: arrays, their descriptions, or None."""
-  return decoding.unchecked(decoding.Weights, **{**vars(weights), **fields})
+  return decoding.unchecked(decoding.SamplerWeights, **{**vars(weights), **fields})
 
 
 def _are_like(one: Any, other: Any) -> bool:

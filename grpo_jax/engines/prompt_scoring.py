@@ -77,7 +77,7 @@ class PromptScorer:
     api: str,
     model: str | None,
     key: str | None,
-    patience: retries.Patience,
+    patience: retries.RetryPolicy,
     concurrency: int,
     http: JsonClient | None = None,
   ):

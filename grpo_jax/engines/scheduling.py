@@ -14,7 +14,7 @@ from jaxtyping import Int
 
 from grpo_jax.engines import decoding
 from grpo_jax.engines.base import Generation, GenerationRequest
-from grpo_jax.engines.decoding import Chunk, Pieces, Rows
+from grpo_jax.engines.decoding import Pieces, PrefillChunk, RowStates
 from grpo_jax.types import FinishReason
 
 _FEWEST_ROWS = 8  # fewer rows are hardly cheaper: their step reads all weights just the same.
@@ -33,7 +33,7 @@ class Slot:
 
 
 @dataclasses.dataclass(slots=True)
-class Completion:
+class RunningCompletion:
   """The state of one request: its sampled tokens, its row and its prompt's pages."""
 
   request: GenerationRequest
@@ -60,7 +60,7 @@ class Completion:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class SamplerSizes:
   """The sizes of the caches and of a call, for which programs are compiled.
 
   Attributes:
@@ -94,7 +94,7 @@ class Sizes:
     return dataclasses.replace(options, pages_at_once=self.at_once or self.table)
 
 
-def unplanned(rows: int, *, is_cpu: bool) -> Sizes:
+def unplanned(rows: int, *, is_cpu: bool) -> SamplerSizes:
   """Returns sizes that follow the requests.
 
   Args:
@@ -103,8 +103,8 @@ def unplanned(rows: int, *, is_cpu: bool) -> Sizes:
       accelerator waits for the host in each round, and reads a whole cache in less time.
   """
   if is_cpu:
-    return Sizes(rows, prefill=160, page=64, columns=64)
-  return Sizes(rows, prefill=1024, page=64, columns=64, at_once=None)
+    return SamplerSizes(rows, prefill=160, page=64, columns=64)
+  return SamplerSizes(rows, prefill=1024, page=64, columns=64, at_once=None)
 
 
 def planned(
@@ -115,7 +115,7 @@ def planned(
   long_prompts: int,
   token_bytes: int,
   is_cpu: bool,
-) -> Sizes:
+) -> SamplerSizes:
   """Returns sizes for all requests within the limits, with caches of at most 4 GiB each.
 
   A ring that needs more starts with 4 GiB and grows when completions need it. If pages need more,
@@ -212,7 +212,7 @@ def leave_at(active: int, rows: int, sizes: Sequence[int], *, is_waiting: bool) 
 
 
 def make_rows(
-  active: Sequence[Completion],
+  active: Sequence[RunningCompletion],
   count: int,
   prompts: Mapping[bytes, Slot],
   *,
@@ -220,20 +220,20 @@ def make_rows(
   table: int,
   moves: Sequence[tuple[int, int]] = (),
   step: int = 0,
-) -> Rows:
+) -> RowStates:
   """Returns the state of the completions by row; rows without a completion are idle.
 
   Args:
     active: Completions that have a row, and a prompt in the pages.
     count: Number of rows.
-    prompts: Pages of the prompts, by `Completion.key`.
+    prompts: Pages of the prompts, by `RunningCompletion.key`.
     group: Rows of a tile.
     table: Pages of the longest prompt.
     moves: Rows to move in the ring first, as (from, to).
     step: Number of the next decode step.
   """
   tiles = decoding.max_tiles(count, group)
-  rows = Rows(
+  rows = RowStates(
     tokens=np.zeros(count, np.int32),
     prompt_lengths=np.zeros(count, np.int32),
     pages=np.zeros((count, table), np.int32),
@@ -281,11 +281,11 @@ def make_rows(
   return rows
 
 
-def tiles_of(active: Sequence[Completion], group: int) -> list[list[Completion]]:
+def tiles_of(active: Sequence[RunningCompletion], group: int) -> list[list[RunningCompletion]]:
   """Returns the completions that share their prompts, at most `group` in a tile, at least two."""
   if group == 1:
     return []
-  sharing: dict[bytes, list[Completion]] = {}
+  sharing: dict[bytes, list[RunningCompletion]] = {}
   for completion in active:
     sharing.setdefault(completion.key, []).append(completion)
   tiles = [
@@ -303,7 +303,7 @@ def make_chunks(
   page: int,
   pages: int,
   table: int,
-) -> Iterator[Chunk]:
+) -> Iterator[PrefillChunk]:
   """Cuts the concatenated prompts into chunks of equal length; the last one is padded.
 
   Args:
@@ -328,7 +328,7 @@ def make_chunks(
     first = prompts[number[start]][1]
     past_pages = np.zeros(table, np.int32)
     past_pages[: len(first.pages)] = first.pages
-    yield Chunk(
+    yield PrefillChunk(
       tokens=np.pad(ids[part], room).astype(np.int32),
       segment_ids=np.pad(number[part] - number[start] + 1, room).astype(np.int32),
       positions=np.pad(position[part], room).astype(np.int32),
@@ -339,7 +339,7 @@ def make_chunks(
 
 
 def make_pieces(
-  active: Sequence[Completion],
+  active: Sequence[RunningCompletion],
   prompts: Mapping[bytes, Slot],
   *,
   tokens: int,
@@ -351,7 +351,7 @@ def make_pieces(
 
   Args:
     active: Completions that have a row, and a prompt in the pages.
-    prompts: Pages of the prompts, by `Completion.key`.
+    prompts: Pages of the prompts, by `RunningCompletion.key`.
     tokens: Tokens of a call.
     piece: Tokens of a piece, a divisor of `tokens`.
     table: Pages of the longest prompt.
@@ -368,7 +368,7 @@ def make_pieces(
 
 
 def _pieces(
-  cut: Sequence[tuple[Completion, int]],
+  cut: Sequence[tuple[RunningCompletion, int]],
   prompts: Mapping[bytes, Slot],
   shape: tuple[int, int],
   *,

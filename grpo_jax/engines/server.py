@@ -49,7 +49,7 @@ class Adapter:
 
 
 @dataclasses.dataclass(frozen=True)
-class Weights:
+class WeightsVersion:
   """One version of the weights, and how to verify that a server has it."""
 
   version: int
@@ -215,7 +215,7 @@ class Server:
     await self._answered(self.client.release_memory())
     self.is_asleep, self.version = True, None
 
-  async def update(self, weights: Weights, *, tolerance: float) -> float:
+  async def update(self, weights: WeightsVersion, *, tolerance: float) -> float:
     """Loads weights and proves that the server uses them.
 
     Requests in flight are paused, and continue with the new weights.
@@ -308,7 +308,7 @@ class Server:
     info = await self._answered(self.client.model_info())
     return info.get("weight_version") if isinstance(info, dict) else None
 
-  async def _prove(self, weights: Weights, tolerance: float) -> float:
+  async def _prove(self, weights: WeightsVersion, tolerance: float) -> float:
     ids = weights.probe_ids
     name = f"probe-{self._number}-{weights.version}-{uuid.uuid4().hex}"
     read = lambda answer: (

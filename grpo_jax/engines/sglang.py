@@ -29,20 +29,20 @@ from grpo_jax import processes, registry
 from grpo_jax.compilation import precision
 from grpo_jax.engines import (
   base,
-  everywhere,
   launching,
-  merging,
+  merge_rounding,
+  multihost,
   probe,
   scheduling,
   served_adapter,
   server_process,
   transfer,
 )
-from grpo_jax.engines.calls import Call
-from grpo_jax.engines.dispatch import Dispatcher, Job
+from grpo_jax.engines.dispatch import CompletionJob, Dispatcher
 from grpo_jax.engines.fleet import Fleet
+from grpo_jax.engines.generate_call import GenerateCall
 from grpo_jax.engines.options import EngineOptions
-from grpo_jax.engines.server import Adapter, Options, Weights
+from grpo_jax.engines.server import Adapter, Options, WeightsVersion
 from grpo_jax.engines.server_process import LaunchOptions
 from grpo_jax.engines.sglang_client import Timeouts
 from grpo_jax.engines.sglang_options import SGLangOptions
@@ -112,7 +112,7 @@ class SGLangEngine:
     self._folders = folders
     self._gives_adapters = fleet.adapter is not None
     self._base = base_folder
-    self._merged_share = merging.MergedShare(compute_dtype)
+    self._merged_share = merge_rounding.MergedShare(compute_dtype)
     self._dispatcher = Dispatcher(
       servers=len(fleet.addresses) or fleet.servers,
       in_flight=max_rows,
@@ -158,7 +158,9 @@ class SGLangEngine:
     began = time.perf_counter()
     folder, adapter = self._write(params, version)
     written = time.perf_counter()
-    weights = Weights(version, folder, self._probe.ids, self._probe.logprobs(params), adapter)
+    weights = WeightsVersion(
+      version, folder, self._probe.ids, self._probe.logprobs(params), adapter
+    )
     self._publish(weights)
     if self._version < 0:
       _log.info("SGLang is ready: %s", ", ".join(self._fleet.addresses))
@@ -184,18 +186,18 @@ class SGLangEngine:
     name = served_adapter.name_of(folder)
     return folder, Adapter(name, self._base, base_version=f"base-of-{folder.parent.name}")
 
-  def _publish(self, weights: Weights) -> None:
+  def _publish(self, weights: WeightsVersion) -> None:
     """Has the servers load weights, and proves that they did."""
     what = f"whether the servers have version {weights.version}"
     publish = lambda early: self._run(self._fleet.publish(weights), early)
-    everywhere.together(publish, what=what)
+    multihost.together(publish, what=what)
 
   def release(self) -> None:
     """Has the servers free their memory, if they share the trainer's devices."""
     if not self._release_memory:
       return
     sleep = lambda early: self._run(self._fleet.sleep(), early)
-    everywhere.together(sleep, what="the memory of the servers")
+    multihost.together(sleep, what="the memory of the servers")
 
   def generate(
     self,
@@ -302,8 +304,8 @@ class SGLangEngine:
     if not requests:
       return
     self._check_open()
-    call = Call(requests, on_progress)
-    jobs = [Job(request, call) for request in requests]
+    call = GenerateCall(requests, on_progress)
+    jobs = [CompletionJob(request, call) for request in requests]
     self._loop.call(self._dispatcher.submit, jobs)
     stream = call.stream()
     try:
@@ -362,7 +364,7 @@ def make(
   _refuse(chosen, config)
   dtype = jnp.dtype(compute_dtype)
   products = precision.resolve(matmul_precision, dtype) or dtype.name
-  key = everywhere.together(
+  key = multihost.together(
     lambda _: _key(is_launched=not chosen.addresses), what="the key of the servers"
   )
   launch = None
@@ -551,7 +553,7 @@ def _launch_options(
     context_length=context_length,
     deterministic=options.deterministic,
     first=options.servers * processes.index(),
-    slot=options.servers * everywhere.before_on_host(),
+    slot=options.servers * multihost.before_on_host(),
   )
 
 
@@ -562,7 +564,7 @@ def _check_launch(launch: LaunchOptions, servers: int, key: str) -> None:
     ServerError: A host of the run cannot start them.
   """
   check = lambda _: server_process.check(launch, servers=servers, api_key=key)
-  everywhere.together(check, what="the options of the servers", failure=server_process.ServerError)
+  multihost.together(check, what="the options of the servers", failure=server_process.ServerError)
   if launch.device == "cuda" and not launch.gpus and launch.slot:
     _log.warning(
       "several processes share this host, and engine.sglang.gpus does not divide its GPUs: the"

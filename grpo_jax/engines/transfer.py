@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from grpo_jax import processes
-from grpo_jax.engines import everywhere, served_adapter
+from grpo_jax.engines import multihost, served_adapter
 from grpo_jax.engines.base import EngineFailure
 from grpo_jax.files import atomic, shared_places
 from grpo_jax.models import adapter_files, export, lora, safetensors
@@ -91,7 +91,7 @@ class WeightFolders:
     self._lock: Any = None
     self.written_bytes = 0
     _together(lambda: _making(root, lambda: shared_places.private_folder(root)), _PLACES)
-    self._writers = everywhere.sharers(root)
+    self._writers = multihost.sharers(root)
     self.is_owner = processes.index() == self._writers[0]
     name = _together(lambda: _making(root, lambda: self._make(root)), _PLACES)
     self.folder = root / processes.exchange(name, what=_PLACES)[self._writers[0]]
@@ -316,7 +316,7 @@ class _Shares:
 
 
 def _together(work: Callable[[], T], what: str) -> T:
-  return everywhere.together(lambda _: work(), what=what, failure=TransferError)
+  return multihost.together(lambda _: work(), what=what, failure=TransferError)
 
 
 def _making(root: pathlib.Path, work: Callable[[], T]) -> T:

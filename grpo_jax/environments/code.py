@@ -15,7 +15,7 @@ from grpo_jax.environments.grading import code_tests, programs
 from grpo_jax.environments.grading.code_tests import FunctionTests, ProgramTests
 from grpo_jax.registry import choose
 from grpo_jax.types import Prompt
-from grpo_sandbox.launch import Launcher, Limits, SandboxError
+from grpo_sandbox.launch import Launcher, ProcessLimits, SandboxError
 from grpo_sandbox.supervise import Ending, Supervisor, Verdict
 
 
@@ -179,7 +179,7 @@ def make(
   """
   if not total_timeout_s > 0:
     raise ValueError(f"total_timeout_s must be above 0, got {total_timeout_s}")
-  limits = Limits(
+  limits = ProcessLimits(
     timeout_s=timeout_s, memory_mib=memory_mib, output_kib=output_kib, scratch_mib=scratch_mib
   )
   try:

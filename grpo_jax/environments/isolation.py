@@ -82,7 +82,7 @@ class IsolatedEnvironment:
     self._timeout_s = timeout_s
     self._environment: Environment | AgentEnvironment | None = None
     self._is_lost = False  # whether it blocks its thread.
-    self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+    self._jobs: queue.SimpleQueue[_EnvironmentCall | None] = queue.SimpleQueue()
     self._thread = threading.Thread(target=self._serve, daemon=True, name="environment")
     try:
       self._thread.start()
@@ -184,11 +184,11 @@ class IsolatedEnvironment:
     self, make: Callable[[], Coroutine[Any, Any, Any]], *, timeout_s: float | None = None
   ) -> Awaitable[Any]:
     """Passes a call to the thread; the awaitable waits for its result."""
-    job = _Job(make, self._timeout_s if timeout_s is None else timeout_s)
+    job = _EnvironmentCall(make, self._timeout_s if timeout_s is None else timeout_s)
     self._jobs.put(job)
     return self._result(job)
 
-  async def _result(self, job: "_Job") -> Any:
+  async def _result(self, job: "_EnvironmentCall") -> Any:
     if self._is_lost:
       return None
     try:
@@ -221,7 +221,7 @@ class IsolatedEnvironment:
       while job := self._jobs.get():
         if job.future.set_running_or_notify_cancel():
           job.future.set_result(run(self._guarded(job)))
-      closing = _Job(self._close, self._timeout_s)
+      closing = _EnvironmentCall(self._close, self._timeout_s)
       run(self._guarded(closing))  # does nothing unless the closing was cancelled.
       run(_end(loop, tasks))
     finally:
@@ -234,7 +234,7 @@ class IsolatedEnvironment:
       if job.future.set_running_or_notify_cancel():
         job.future.set_result((EnvironmentFailure("OSError", str(error)), None))
 
-  async def _guarded(self, job: "_Job") -> tuple[EnvironmentFailure | None, Any]:
+  async def _guarded(self, job: "_EnvironmentCall") -> tuple[EnvironmentFailure | None, Any]:
     """Awaits a call of the environment and returns what it raises, so that no loop sees it."""
     clock = asyncio.timeout(job.timeout_s)
     try:
@@ -276,7 +276,7 @@ async def _end(loop: asyncio.AbstractEventLoop, tasks: Iterable[asyncio.Task[Any
   await loop.shutdown_default_executor()
 
 
-class _Job:
+class _EnvironmentCall:
   """One call of an environment."""
 
   def __init__(self, make: Callable[[], Coroutine[Any, Any, Any]], timeout_s: float):

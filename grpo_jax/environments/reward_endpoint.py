@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from grpo_jax.environments.base import Environment, EnvironmentFactory, SingleTurn, StepResult
 from grpo_jax.environments.scoring import conversation, formats
-from grpo_jax.environments.scoring.client import EndpointClient, Patience
+from grpo_jax.environments.scoring.client import EndpointClient, EndpointRetryPolicy
 from grpo_jax.http import addresses
 from grpo_jax.models import sources
 from grpo_jax.registry import check_arguments, choose
@@ -201,7 +201,7 @@ def make(
   Raises:
     ValueError: The address is invalid, the key is not set, or a setting is unknown.
   """
-  patience = Patience(
+  patience = EndpointRetryPolicy(
     timeout_s=timeout_s,
     total_timeout_s=total_timeout_s,
     retries=retries,

@@ -26,7 +26,7 @@ from grpo_jax.environments import function
 from grpo_jax.environments.base import Environment, EnvironmentFactory, StepResult
 from grpo_jax.environments.grading import answers, arithmetic, comparison
 from grpo_jax.environments.toolbox import builtin, conversation
-from grpo_jax.environments.toolbox.calling import Limits, Toolbox
+from grpo_jax.environments.toolbox.calling import CallLimits, Toolbox
 from grpo_jax.registry import choose
 from grpo_jax.types import FinishReason, Prompt
 
@@ -260,7 +260,7 @@ def make(
     if mcp_servers:
       opened += registry.function(_OPEN_SERVERS)(mcp_servers, stack)
     made = conversation.ToolEnvironments(
-      Toolbox(opened, Limits(float(tool_timeout_s), max_result_chars)),
+      Toolbox(opened, CallLimits(float(tool_timeout_s), max_result_chars)),
       judge_of,
       max_calls=max_calls,
       reward_wrong=reward_wrong,

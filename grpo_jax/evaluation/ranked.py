@@ -21,8 +21,8 @@ from grpo_jax.evaluation import statistics
 from grpo_jax.evaluation.results import SetResult
 from grpo_jax.evaluation.statistics import Estimate
 from grpo_jax.interrupts import Stopped
-from grpo_jax.learn.group_scorer import GroupScorer
-from grpo_jax.offline import ranking, recorded
+from grpo_jax.learn.group_scoring import GroupScorer
+from grpo_jax.offline import ranking, recorded_groups
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.run_folder import console, evaluation_log
 from grpo_jax.types import Prompt
@@ -41,9 +41,9 @@ class Ranks:
 
   held_out: Mapping[str, Sequence[Prompt]]
   params: Any
-  measure: recorded.Ranking
+  measure: recorded_groups.Ranking
   seed: int
-  screen: console.Screen
+  screen: console.TrainingScreen
   log: evaluation_log.EvaluationLog
   step: int
   stop: Any
@@ -54,7 +54,7 @@ class Ranks:
     Raises:
       Stopped: The evaluation is asked to end.
     """
-    found: list[recorded.Scored] = []
+    found: list[recorded_groups.Scored] = []
     with (
       self.screen.progress(f"evaluating {name}", len(prompts)) as shown,
       self.log.appending(self.step, name) as append,
@@ -116,7 +116,7 @@ def start(
   return Ranks(
     held_out=held_out,
     params=stored.load(weights, like=stored_engine.described(weights, mesh)).params,
-    measure=recorded.Ranking(scorer, config.offline.score, rescore),
+    measure=recorded_groups.Ranking(scorer, config.offline.score, rescore),
     seed=config.seed,
     screen=opened.screen,
     log=evaluation_log.EvaluationLog(folder, lambda ids: tokenizer.decode(ids, skip_special=False)),
@@ -125,7 +125,7 @@ def start(
   )
 
 
-def describe(name: str, scored: Sequence[recorded.Scored], *, seed: int) -> SetResult:
+def describe(name: str, scored: Sequence[recorded_groups.Scored], *, seed: int) -> SetResult:
   """Computes the numbers of one set.
 
   Numbers of `ranking.group_values` are means over the groups that have an order, in total and by
@@ -168,7 +168,7 @@ def describe(name: str, scored: Sequence[recorded.Scored], *, seed: int) -> SetR
   )
 
 
-def _mean_logprob(scored: recorded.Scored) -> float:
+def _mean_logprob(scored: recorded_groups.Scored) -> float:
   """Returns the mean logprob of a token of the group's responses, in nats."""
   sampled = [
     values[rollout.loss_mask]

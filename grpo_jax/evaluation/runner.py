@@ -27,7 +27,7 @@ from grpo_jax.evaluation import choosing, results
 from grpo_jax.evaluation.results import Evaluation, ModelResult, SetResult
 from grpo_jax.files import local_paths
 from grpo_jax.files.disk import writing
-from grpo_jax.rollouts import collecting
+from grpo_jax.rollouts import rollout
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.run_folder import console, evaluation_log
 from grpo_jax.run_folder.sinks.jsonl import MetricLines
@@ -158,7 +158,7 @@ class _Model:
       held_out=held_out,
       environments=factories,
       collect=functools.partial(
-        collecting.groups,
+        rollout.groups,
         engine,
         factories,
         tokenizer=tokenizer,
@@ -231,26 +231,26 @@ class _Sampling:
   loop: LoopThread
   ks: Sequence[int]
   seed: int
-  screen: console.Screen
+  screen: console.TrainingScreen
   log: evaluation_log.EvaluationLog
   step: int
   stop: Any
 
   def __call__(self, name: str, prompts: Sequence[Prompt]) -> SetResult:
     """Every group is on the disk when it is scored; at the end the file is put in order."""
-    found: list[collecting.Finished] = []
+    found: list[rollout.Finished] = []
     with (
       self.screen.progress(f"evaluating {name}", len(prompts)) as shown,
       self.log.appending(self.step, name) as append,
     ):
-      groups_of = self.collect(collecting.for_step(prompts, 0))
+      groups_of = self.collect(rollout.for_step(prompts, 0))
       iterator: Any = self.loop.iterate(groups_of, stop=self.stop)
       with contextlib.closing(iterator) as finished:
         for each in finished:
           found.append(each)
           append(*each)
           shown(1)
-    ordered = collecting.in_order(found)
+    ordered = rollout.in_order(found)
     self.log.write(self.step, name, ordered)
     return results.describe(name, ordered, self.environments, pass_k=self.ks, seed=self.seed)
 

@@ -54,17 +54,19 @@ def local(path: str | os.PathLike[str], *, patterns: Collection[str] = ("*",)) -
   return shelf / name
 
 
-def _place(url: str) -> tuple[remote.Place, str]:
+def _place(url: str) -> tuple[remote.RemoteFolder, str]:
   """Returns the parent of what a URL names, and its last name."""
   if reason := remote.problem("URL", url):
     raise remote.RemoteError(reason.removeprefix("URL="))
   parent, _, name = url.rstrip("/").rpartition("/")
   if parent.endswith(":/"):
     raise remote.RemoteError(f"{remote.shown(url)}: a file or folder in it is needed")
-  return remote.Place(parent), name
+  return remote.RemoteFolder(parent), name
 
 
-def _files(place: remote.Place, name: str, patterns: Collection[str]) -> dict[str, dict[str, Any]]:
+def _files(
+  place: remote.RemoteFolder, name: str, patterns: Collection[str]
+) -> dict[str, dict[str, Any]]:
   """Returns what the storage says about the files to fetch, by name; none if nothing is there."""
   info = place.info(name)
   if info is None:
@@ -79,7 +81,7 @@ def _files(place: remote.Place, name: str, patterns: Collection[str]) -> dict[st
 
 
 def _fetch(
-  place: remote.Place,
+  place: remote.RemoteFolder,
   shelf: pathlib.Path,
   files: Mapping[str, dict[str, Any]],
   record: dict[str, Any],
@@ -109,7 +111,7 @@ def _fetch(
 
 
 def _fetch_one(
-  place: remote.Place, shelf: pathlib.Path, name: str, info: dict[str, Any]
+  place: remote.RemoteFolder, shelf: pathlib.Path, name: str, info: dict[str, Any]
 ) -> dict[str, str]:
   """Fetches a file; returns its record."""
   target = shelf / name

@@ -12,7 +12,7 @@ from packaging.version import InvalidVersion, Version
 
 import grpo_jax
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.files import shipped
+from grpo_jax.files import package_data
 
 
 class WrongPackages(ExpectedFailure, ImportError):
@@ -28,7 +28,7 @@ class Wrong(NamedTuple):
 
 def project() -> Mapping[str, Any]:
   """Returns "requires-python" and "dependencies": of the checkout, or of what is installed."""
-  file = shipped.folder() / "pyproject.toml"
+  file = package_data.folder() / "pyproject.toml"
   if file.is_file():
     return tomllib.loads(file.read_text())["project"]
   try:

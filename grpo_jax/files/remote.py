@@ -1,8 +1,8 @@
 """Files in object stores and on other machines: gs://, s3:// and whatever fsspec can open.
 
-A `Place` is a folder that a URL names. Everything that can go wrong there ends in a RemoteError of
-one line. Each call is tried several times. Reads are not atomic for every kind of storage, so that
-callers must not trust a file before they have compared its size or digest.
+A `RemoteFolder` is a folder that a URL names. Everything that can go wrong there ends in a
+RemoteError of one line. Each call is tried several times. Reads are not atomic for every kind of
+storage, so that callers must not trust a file before they have compared its size or digest.
 """
 
 import concurrent.futures
@@ -78,7 +78,7 @@ def problem(name: str, url: str) -> str | None:
   return None
 
 
-class Place:
+class RemoteFolder:
   """A folder that a URL names; files in it have names such as "checkpoints/step_1/info.json"."""
 
   def __init__(

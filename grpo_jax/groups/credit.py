@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from grpo_jax.batching import Assembled, Minibatch
-from grpo_jax.compilation.programs import Job, Program
+from grpo_jax.compilation.programs import CompileJob, Program
 from grpo_jax.rl import advantages
 from grpo_jax.rl.estimators import Estimator
 from grpo_jax.rl.objective_options import Options
@@ -102,7 +102,7 @@ def advantage_metrics(values: Sequence[Float[np.ndarray, " G"]]) -> dict[str, fl
   }
 
 
-def jobs(estimator: Estimator, *, room: tuple[int, int]) -> list[Job]:
+def jobs(estimator: Estimator, *, room: tuple[int, int]) -> list[CompileJob]:
   """Returns what `advantages_of` compiles.
 
   Without `weights`, GDPO's number of components is known from the first step on, and not before.
@@ -129,7 +129,7 @@ def whitening_jobs(
   tokens: int,
   places: Sequence[tuple[int, int]],
   has_weights: bool = False,
-) -> list[Job]:
+) -> list[CompileJob]:
   """Returns what `whitened` compiles.
 
   Args:

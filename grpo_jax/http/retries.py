@@ -15,7 +15,7 @@ _MOST_DOUBLINGS = 60
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class RetryPolicy:
   """How long and how often one request is tried."""
 
   timeout_s: float = 30.0  # one try, from the connection to the last byte.
@@ -33,7 +33,7 @@ class Patience:
 
 async def until_answered(
   attempt: Callable[[float], Awaitable[T]],
-  patience: Patience,
+  patience: RetryPolicy,
   *,
   randomness: random.Random,
   on_retry: Callable[[], None] = lambda: None,
@@ -80,7 +80,7 @@ def doubling(number: int, *, first_s: float, longest_s: float) -> float:
 
 
 def _pause(
-  number: int, failure: HttpFailure, patience: Patience, randomness: random.Random
+  number: int, failure: HttpFailure, patience: RetryPolicy, randomness: random.Random
 ) -> float:
   """Returns the pause before a retry: doubling, random in its upper half; or as asked for."""
   doubled = patience.backoff_s * 2 ** min(number - 1, _MOST_DOUBLINGS)

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from grpo_jax.compilation.programs import Job, Program
+from grpo_jax.compilation.programs import CompileJob, Program
 from grpo_jax.learn import policy, sharding
 from grpo_jax.models import lora, quantized
 from grpo_jax.models.config import ModelConfig
@@ -45,7 +45,7 @@ def composition(
   )
 
 
-class Watch:
+class AdapterMonitor:
   """Measures how far an adapter has moved a policy from its base."""
 
   def __init__(self, scale: float):
@@ -60,7 +60,7 @@ class Watch:
     self._of_base = Program(jax.jit(_squared_norm_of_base), name="norm of the base")
     self._base: float | None = None  # it never changes.
 
-  def jobs(self, weights: policy.Composed) -> list[Job]:
+  def jobs(self, weights: policy.Composed) -> list[CompileJob]:
     """Returns the compilations, for weights of these shapes."""
     of_base = self._of_base.job(_adapted(weights))
     return [self._of_adapter.job(weights.trainable), of_base]

@@ -19,8 +19,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from grpo_jax import metrics, processes
-from grpo_jax.compilation.programs import Job, Program
-from grpo_jax.learn import group_scorer as scoring
+from grpo_jax.compilation.programs import CompileJob, Program
+from grpo_jax.learn import group_scoring
 from grpo_jax.learn.train_step import TokenScores, bare, gather_loss_tokens
 from grpo_jax.rl import diagnostics, kl
 from grpo_jax.rl.objectives import Objective
@@ -58,7 +58,7 @@ class Monitor:
   watch: Program  # made by `train_step.make_watcher`.
   drift: Program
   mismatch: Program
-  scorer: scoring.GroupScorer
+  scorer: group_scoring.GroupScorer
   initial: Callable[[], Any]
   frees_initial: bool
   all_every_steps: int
@@ -167,7 +167,7 @@ def jobs(
   initial: Any = None,
   all_every_steps: int,
   kl_every_steps: int,
-) -> list[Job]:
+) -> list[CompileJob]:
   """Returns the compilations that measuring needs.
 
   Args:

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from flax import struct
 
-from grpo_jax.compilation.programs import Job
+from grpo_jax.compilation.programs import CompileJob
 from grpo_jax.models import gradient_sums
 from grpo_jax.types import TrainState
 
@@ -46,7 +46,7 @@ class Composition:
   described: Callable[[Any], tuple[Any, Any]]
   full: Callable[[Any, Any], Any]
   base: Callable[[Any], Any]
-  jobs: Callable[[], list[Job]] = list
+  jobs: Callable[[], list[CompileJob]] = list
 
 
 @struct.dataclass

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float
 
-from grpo_jax.compilation.programs import Job, Program
+from grpo_jax.compilation.programs import CompileJob, Program
 from grpo_jax.learn import sharding
 from grpo_jax.processes import arrays
 from grpo_jax.rl import aggregate, importance
@@ -59,7 +59,7 @@ def _less(count: float | Array | np.ndarray, lost: float) -> float:
   return float(count) - float(lost)
 
 
-def jobs(batches: Mapping[str, Batch], *, threshold: float) -> list[Job]:
+def jobs(batches: Mapping[str, Batch], *, threshold: float) -> list[CompileJob]:
   """Returns the compilations of `screened`.
 
   Args:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, UInt64
 
-from grpo_jax.compilation.programs import Job, Program
+from grpo_jax.compilation.programs import CompileJob, Program
 from grpo_jax.processes import arrays
 from grpo_jax.rl import proximal, selection
 from grpo_jax.rl.objective_options import Options
@@ -71,7 +71,7 @@ class Selector:
   def _is_random(self) -> bool:
     return self.options.loss == "clip_cov"
 
-  def jobs(self, weights: Any, batches: Mapping[str, Batch]) -> list[Job]:
+  def jobs(self, weights: Any, batches: Mapping[str, Batch]) -> list[CompileJob]:
     """Returns the compilations, for batches without `selected`.
 
     Args:

@@ -1,7 +1,7 @@
 """The sharding of a run's state and batches over the device mesh. Pure.
 
-`models.placement` defines the axes of the mesh and the tables of shardings, `learn.mesh` the order
-of its devices.
+`models.placement` defines the axes of the mesh and the tables of shardings, `learn.device_mesh` the
+order of its devices.
 """
 
 from typing import Any
@@ -12,8 +12,8 @@ import optax
 from grpo_kernels.linear_logprobs.sharded import Partition
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from grpo_jax.learn.mesh import make_mesh, mesh_sizes
-from grpo_jax.models.placement import AXES, ROWS, RULES, Placement
+from grpo_jax.learn.device_mesh import make_mesh, mesh_sizes
+from grpo_jax.models.placement import AXES, ROWS, RULES, MeshPlacement
 from grpo_jax.processes import arrays
 
 __all__ = [
@@ -73,7 +73,7 @@ def param_shardings(logical_axes: Any, mesh: Mesh, *, shapes: Any) -> Any:
     ValueError: A parameter has more or fewer axes than names.
   """
   return jax.tree.map(
-    lambda names, like: NamedSharding(mesh, Placement(mesh).weight(names, like.shape)),
+    lambda names, like: NamedSharding(mesh, MeshPlacement(mesh).weight(names, like.shape)),
     logical_axes,
     shapes,
     is_leaf=lambda node: isinstance(node, tuple),
@@ -116,9 +116,9 @@ def of_rows(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
-def placement(mesh: Mesh) -> Placement | None:
+def placement(mesh: Mesh) -> MeshPlacement | None:
   """Returns the placement of weights and activations; None on a mesh of one device."""
-  return None if mesh.size == 1 else Placement(mesh)
+  return None if mesh.size == 1 else MeshPlacement(mesh)
 
 
 def head_partition(mesh: Mesh) -> Partition | None:

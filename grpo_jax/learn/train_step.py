@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from grpo_jax import metrics as metric_sums
 from grpo_jax.compilation import precision, programs
-from grpo_jax.compilation.programs import Job, Program
+from grpo_jax.compilation.programs import CompileJob, Program
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.learn import optim, sharding
 from grpo_jax.learn.policy import attach, full_weights, trainable_of
@@ -311,7 +311,9 @@ class Update:
     of_steps = [{**metric_sums.merge(m), **applied} for m, applied in jax.device_get(parts)]
     return new, metric_sums.merge(of_steps), seen[: len(minibatches)]
 
-  def jobs(self, state: TrainState, batches: Mapping[str, Batch], weights: Any = None) -> list[Job]:
+  def jobs(
+    self, state: TrainState, batches: Mapping[str, Batch], weights: Any = None
+  ) -> list[CompileJob]:
     """Returns the compilations after which training compiles nothing.
 
     Args:

@@ -32,7 +32,7 @@ PICKLED_FILE = "adapter_model.bin"
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class StoredFactor:
   """One tensor of a PEFT folder, and its place in the tree of an adapter."""
 
   name: str
@@ -42,10 +42,10 @@ class Stored:
   shape: tuple[int, ...]  # in the file: [r, i] or [o, r].
 
 
-def stored(config: ModelConfig, options: lora.Options) -> list[Stored]:
+def stored(config: ModelConfig, options: lora.Options) -> list[StoredFactor]:
   """Returns every tensor of a PEFT folder, in the order of the adapter's tree."""
   return [
-    Stored(_tensor_name(kernel, layer, part), kernel, part, layer, leaf.shape[:0:-1])
+    StoredFactor(_tensor_name(kernel, layer, part), kernel, part, layer, leaf.shape[:0:-1])
     for kernel, parts in lora.tree(config, options).items()
     for part, leaf in parts.items()
     for layer in range(config.num_layers)
@@ -177,7 +177,7 @@ def stored_to_write(
   """Returns the same tensors as `to_write`, read from files one at a time without devices."""
   made = np.dtype(dtype)
 
-  def read(each: Stored) -> np.ndarray:
+  def read(each: StoredFactor) -> np.ndarray:
     return np.ascontiguousarray(adapter.read(each.kernel, each.part, each.layer).T, made)
 
   return [
@@ -205,7 +205,7 @@ class _Fetched:
     return self._last[1]
 
 
-def _in_file(fetched: _Fetched, each: Stored, dtype: Any) -> np.ndarray:
+def _in_file(fetched: _Fetched, each: StoredFactor, dtype: Any) -> np.ndarray:
   values = fetched.leaf(each.kernel, each.part)[each.layer].T
   return np.ascontiguousarray(values, dtype)
 
@@ -282,9 +282,11 @@ def read(
   return adapter
 
 
-def by_leaf(config: ModelConfig, options: lora.Options) -> dict[tuple[str, str], list[Stored]]:
+def by_leaf(
+  config: ModelConfig, options: lora.Options
+) -> dict[tuple[str, str], list[StoredFactor]]:
   """Returns the tensors of each leaf (kernel, part) of an adapter, in the order of the layers."""
-  found: dict[tuple[str, str], list[Stored]] = {}
+  found: dict[tuple[str, str], list[StoredFactor]] = {}
   for each in stored(config, options):
     found.setdefault((each.kernel, each.part), []).append(each)
   return found
@@ -316,7 +318,7 @@ class FolderAdapter:
 
 
 def stacked(
-  tensors: safetensors.Folder, own: Sequence[Stored], *, dtype: Any = np.float32
+  tensors: safetensors.Folder, own: Sequence[StoredFactor], *, dtype: Any = np.float32
 ) -> np.ndarray:
   """Returns one leaf of an adapter, whose layers are tensors of a file.
 

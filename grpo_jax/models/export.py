@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax import processes
-from grpo_jax.compilation.programs import Job, Program
+from grpo_jax.compilation.programs import CompileJob, Program
 from grpo_jax.files import atomic
 from grpo_jax.models import config as model_config
 from grpo_jax.models import files, leaves, lora, quantized, safetensors
@@ -289,7 +289,7 @@ def _take_part(on_devices: Callable[[], Any]) -> None:
   jax.block_until_ready(on_devices())
 
 
-def jobs(params: Any, config: ModelConfig, *, dtype: Any = None) -> list[Job]:
+def jobs(params: Any, config: ModelConfig, *, dtype: Any = None) -> list[CompileJob]:
   """Returns the compilations of `to_write`: a small program for each shape of a parameter.
 
   Args:

@@ -34,7 +34,7 @@ class GgufFile:
   file: pathlib.Path
   metadata: Mapping[str, Any]
   config: ModelConfig
-  tensors: Mapping[str, gguf_header.Entry]  # by Hugging Face name.
+  tensors: Mapping[str, gguf_header.GgufTensor]  # by Hugging Face name.
 
   @property
   def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -84,7 +84,7 @@ def open_file(file: str | pathlib.Path) -> GgufFile:
   return GgufFile(file, header.metadata, config, tensors)
 
 
-def _dequantised(file: pathlib.Path, name: str, entry: gguf_header.Entry) -> np.ndarray:
+def _dequantised(file: pathlib.Path, name: str, entry: gguf_header.GgufTensor) -> np.ndarray:
   """Reads a tensor as float32."""
   import gguf
 

@@ -17,7 +17,7 @@ _SHOWN_REASON = 300  # characters of the library's reason in an error.
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class GgufTensor:
   """A tensor of a file."""
 
   shape: tuple[int, ...]  # slowest axis first, as in NumPy.
@@ -30,7 +30,7 @@ class Header:
   """The metadata by its keys, and the tensors by their GGUF names."""
 
   metadata: Mapping[str, Any]
-  tensors: Mapping[str, Entry]
+  tensors: Mapping[str, GgufTensor]
 
 
 def read(file: pathlib.Path) -> Header:
@@ -73,6 +73,6 @@ def _read(file: pathlib.Path) -> Header:
   return Header(metadata, {tensor.name: _entry(tensor) for tensor in reader.tensors})
 
 
-def _entry(tensor: Any) -> Entry:
+def _entry(tensor: Any) -> GgufTensor:
   shape = tuple(int(size) for size in tensor.shape[::-1])
-  return Entry(shape, tensor.tensor_type, tensor.data)
+  return GgufTensor(shape, tensor.tensor_type, tensor.data)

@@ -46,7 +46,7 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class MeshPlacement:
   """The placement of all arrays on one mesh; hashable.
 
   Attributes:

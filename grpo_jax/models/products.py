@@ -16,8 +16,8 @@ from grpo_kernels import rounding, wanted
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from grpo_jax.models import accumulated, leaves, quantized, settled, sharded_products
-from grpo_jax.models.placement import Placement
+from grpo_jax.models import barriers, leaves, mixed_precision, quantized, sharded_products
+from grpo_jax.models.placement import MeshPlacement
 
 WEIGHT_PRODUCT = "weight_product"
 
@@ -32,7 +32,7 @@ class OutputMajor:
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["widths"])
 @dataclasses.dataclass(frozen=True)
-class Joined:
+class FusedKernels:
   """Kernels with the same input, stored transposed as one, for one large product."""
 
   array: Any  # array [Σ o, i], or its shape and dtype.
@@ -86,7 +86,7 @@ class Adapters:
 
 
 def joined_name(names: Sequence[str]) -> str:
-  """Returns the name under which a layer holds a `Joined` of these kernels."""
+  """Returns the name under which a layer holds a `FusedKernels` of these kernels."""
   return "+".join(names)
 
 
@@ -114,7 +114,7 @@ class Products:
 
   compute_dtype: Any = jnp.float32
   out_dtype: Any = None
-  placement: Placement | None = None
+  placement: MeshPlacement | None = None
 
   def __post_init__(self):
     """Converts both dtypes to `jnp.dtype`, so that equal options compare equal.
@@ -159,7 +159,7 @@ class Products:
 
     Args:
       params: Parameters of one layer, by the names of `leaves.layer`; kernels may be `LowRank`,
-        quantised, `OutputMajor`, and on one device `Joined`; some may have `Adapters`.
+        quantised, `OutputMajor`, and on one device `FusedKernels`; some may have `Adapters`.
       names: Names of the kernels, which have the same input.
       x: Input.
       out_dtype: Dtype of the results, float32 or `self.out_dtype`.
@@ -304,7 +304,7 @@ FLOAT32 = Products()
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _einsum(spec: str, dtype: Any, out_dtype: Any, has_kernel: bool, x: Any, y: Any) -> Array:
-  return accumulated.einsum(spec, x.astype(dtype), _read(y, dtype, has_kernel), out_dtype)
+  return mixed_precision.einsum(spec, x.astype(dtype), _read(y, dtype, has_kernel), out_dtype)
 
 
 def _read(y: Any, dtype: Any, is_kernel: bool) -> Array:
@@ -324,7 +324,12 @@ def _einsum_forward(spec: str, dtype: Any, out_dtype: Any, has_kernel: bool, x: 
   kept_y = (rounded_y if needs_dy or not has_kernel else y) if needs_dx else None
   like_x = jnp.zeros(0, x.dtype) if needs_dx else None
   like_y = jnp.zeros(0, y.dtype) if needs_dy else None
-  return accumulated.einsum(spec, rounded_x, rounded_y, out_dtype), (kept_x, kept_y, like_x, like_y)
+  return mixed_precision.einsum(spec, rounded_x, rounded_y, out_dtype), (
+    kept_x,
+    kept_y,
+    like_x,
+    like_y,
+  )
 
 
 def _einsum_backward(
@@ -337,12 +342,12 @@ def _einsum_backward(
     return None, None
   operands, out = spec.split("->")
   left, right = operands.split(",")
-  g, dx, dy = settled.settle(cotangent.astype(dtype)), None, None
+  g, dx, dy = barriers.materialize(cotangent.astype(dtype)), None, None
   if like_x is not None:
     other = _read(y, dtype, has_kernel and like_y is None)
-    dx = accumulated.einsum(f"{out},{right}->{left}", g, other, like_x.dtype)
+    dx = mixed_precision.einsum(f"{out},{right}->{left}", g, other, like_x.dtype)
   if like_y is not None:
-    dy = accumulated.einsum(f"{left},{out}->{right}", x, g, like_y.dtype)
+    dy = mixed_precision.einsum(f"{left},{out}->{right}", x, g, like_y.dtype)
   return dx, dy
 
 

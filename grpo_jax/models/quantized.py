@@ -20,7 +20,7 @@ from grpo_kernels import rounding
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from grpo_jax.models import settled
+from grpo_jax.models import barriers
 from grpo_jax.models.errors import ModelError
 
 BLOCK = 64  # inputs that share a scale of nf4.
@@ -138,7 +138,7 @@ def of_layer(kernel: Any, dtype: Any) -> Array:
   if is_array and kernel.dtype == jnp.float32:
     return kernel.astype(dtype)
   if is_array and kernel.dtype == dtype:
-    return settled.settle(kernel)
+    return barriers.materialize(kernel)
   return dequantized(jax.lax.optimization_barrier(kernel), dtype)
 
 

@@ -21,8 +21,8 @@ from grpo_kernels import collectives, rounding, wanted
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from grpo_jax.models import accumulated, quantized
-from grpo_jax.models.placement import ROWS, Placement
+from grpo_jax.models import mixed_precision, quantized
+from grpo_jax.models.placement import ROWS, MeshPlacement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class _Weight:
 class _Static:
   """The static arguments of a product with some weights."""
 
-  placement: Placement
+  placement: MeshPlacement
   compute_dtype: Any
   weights: tuple[_Weight, ...]
   rows: tuple[str, ...] | None  # mesh axes that split the first axis of x.
@@ -104,7 +104,7 @@ def dots(
   x: Float[Array, "B ..."],
   weights: Sequence[Any],
   axes: Sequence[tuple[str | None, str | None]],
-  placement: Placement,
+  placement: MeshPlacement,
   compute_dtype: Any,
   out_dtype: Any,
 ) -> tuple[Array, ...]:
@@ -130,7 +130,7 @@ def _static(
   x: Array,
   shapes: Sequence[tuple[int, ...]],
   axes: Sequence[tuple[str | None, str | None]],
-  placement: Placement,
+  placement: MeshPlacement,
   compute_dtype: Any,
   out_dtype: Any,
 ) -> _Static:
@@ -140,7 +140,7 @@ def _static(
   return _Static(placement, jnp.dtype(compute_dtype), found, rows, jnp.dtype(out_dtype))
 
 
-def _weight(placement: Placement, shape: Sequence[int], axes: Sequence[str | None]) -> _Weight:
+def _weight(placement: MeshPlacement, shape: Sequence[int], axes: Sequence[str | None]) -> _Weight:
   """Returns a kernel's partition: gathers over mesh axes that split rows, not over other axes."""
   spec = placement.weight(axes, shape)
   gathered = next(((axis, dim) for dim, axis in enumerate(spec) if axis in ROWS), None)
@@ -148,7 +148,7 @@ def _weight(placement: Placement, shape: Sequence[int], axes: Sequence[str | Non
   return _Weight((spec[0], spec[1]), gathered, inner, outer)
 
 
-def _rows(placement: Placement, x: Array) -> tuple[str, ...] | None:
+def _rows(placement: MeshPlacement, x: Array) -> tuple[str, ...] | None:
   """Returns the mesh axes that split the rows of an activation."""
   return placement.split("rows", x.shape[0])
 
@@ -170,8 +170,8 @@ def _product(static: _Static, spec: str, x: Array, y: Array) -> Array:
   """Returns a product of one device, summed over the devices if its inner axis is split."""
   inner = static.weights[0].inner
   if inner is None:
-    return accumulated.einsum(spec, x, y, static.out_dtype)
-  sums = jax.lax.psum(accumulated.einsum(spec, x, y), inner)
+    return mixed_precision.einsum(spec, x, y, static.out_dtype)
+  sums = jax.lax.psum(mixed_precision.einsum(spec, x, y), inner)
   return rounding.written(sums, static.out_dtype)
 
 
@@ -198,7 +198,7 @@ def _backward(static: _Static, residuals, cotangents: tuple[Any, ...]):
         # Summands of a longer sum are float32.
         dtype = like_x.dtype if is_alone else jnp.float32
         whole = how.whole(part, static.compute_dtype)
-        of_x.append(accumulated.einsum("...o,io->...i", g, whole, dtype))
+        of_x.append(mixed_precision.einsum("...o,io->...i", g, whole, dtype))
       if is_needed:
         gradient = jnp.tensordot(x, g, (before, before), preferred_element_type=jnp.float32)
         gradients.append(how.own(gradient, static.rows or ()))
@@ -227,7 +227,7 @@ def transposed_dots(
   x: Float[Array, "B ..."],
   weights: Sequence[Array],
   axes: Sequence[tuple[str | None, str | None]],
-  placement: Placement,
+  placement: MeshPlacement,
   compute_dtype: Any,
   out_dtype: Any,
 ) -> tuple[Array, ...]:
@@ -262,7 +262,7 @@ def transposed_dots(
 def look_up(
   table: Float[Array, "V D"],
   tokens: Int[Array, "B T"],
-  placement: Placement,
+  placement: MeshPlacement,
   compute_dtype: Any,
 ) -> Float[Array, "B T D"]:
   """Returns rows of an embedding table, rounded to the compute dtype, as float32.

@@ -45,7 +45,7 @@ class Wheel:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class ResolvedModel:
   """A model that was found, and the request."""
 
   folder: pathlib.Path  # local Hugging Face folder.
@@ -68,7 +68,7 @@ def find(
   *,
   fallback: str | None = None,
   cache_dir: str | os.PathLike[str] | None = None,
-) -> Found:
+) -> ResolvedModel:
   """Finds the model that `path` names, as a local Hugging Face folder.
 
   Args:
@@ -90,12 +90,12 @@ def find(
   name = os.fspath(path)
   cache = pathlib.Path(cache_dir) if cache_dir is not None else default_cache()
   try:
-    return Found(_folder(name, cache), name, name)
+    return ResolvedModel(_folder(name, cache), name, name)
   except HubFailure as error:
     if not fallback:
       raise
     _log.warning("%s; using model.fallback=%s instead", error, fallback)
-    return Found(_folder(fallback, cache), name, fallback, str(error))
+    return ResolvedModel(_folder(fallback, cache), name, fallback, str(error))
 
 
 def refusal(path: str | os.PathLike[str]) -> str | None:

@@ -13,7 +13,7 @@ from flax import linen as nn
 from grpo_kernels.attention import AUTOMATIC, Attention
 from jaxtyping import Array, Float, Int
 
-from grpo_jax.models import gradient_sums, layers, leaves, varying
+from grpo_jax.models import gradient_sums, layers, leaves, scanned_layers
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import FLOAT32, WEIGHT_PRODUCT, Products
 
@@ -52,8 +52,8 @@ class Block(nn.Module):
 
     Args:
       x: Residual stream.
-      given: Tokens, made by `varying.tokens`.
-      kind: Entry of `varying.kinds` for the layer.
+      given: Tokens, made by `scanned_layers.tokens`.
+      kind: Entry of `scanned_layers.kinds` for the layer.
 
     Returns:
       The residual stream; the layer's statistics.
@@ -114,9 +114,9 @@ class Transformer(nn.Module):
     )
     settings = {"config": self.config, "products": self.products}
     x = layers.embed(own["embed"], tokens, **settings)
-    given = varying.tokens(self.config, positions, segment_ids, branch_ids)
+    given = scanned_layers.tokens(self.config, positions, segment_ids, branch_ids)
     block = stack(self.config, self.products, self.attention, name="layers")
-    x, extras = block(x, given, varying.kinds(self.config))
+    x, extras = block(x, given, scanned_layers.kinds(self.config))
     x = layers.norm(x, own["final_norm"], **settings)
     outputs = Outputs(self.products.place(x, layers.RESIDUAL), extras)
     return outputs if with_extras else outputs.hidden
@@ -168,11 +168,11 @@ def outputs(
   stack = params[gradient_sums.LAYERS]
   if isinstance(stack, gradient_sums.Stack):
     if remat == "full":
-      given = varying.tokens(config, positions, segment_ids, branch_ids)
+      given = scanned_layers.tokens(config, positions, segment_ids, branch_ids)
       return _summing_in_place(params, config, tokens, given, products, attention)
     params = {**params, gradient_sums.LAYERS: gradient_sums.joined(stack.weights, stack.sums)}
   if not all(isinstance(x, _ARRAYS) for x in params[gradient_sums.LAYERS].values()):
-    given = varying.tokens(config, positions, segment_ids, branch_ids)
+    given = scanned_layers.tokens(config, positions, segment_ids, branch_ids)
     return _scanned(params, config, tokens, given, products, remat, attention)
   model = Transformer(config, products=products, remat=remat, attention=attention)
   inputs = tokens, positions, segment_ids, branch_ids
@@ -184,7 +184,7 @@ def _summing_in_place(
   params: Params,
   config: ModelConfig,
   tokens: Array,
-  given: varying.Tokens,
+  given: scanned_layers.Tokens,
   products: Products,
   attention: Attention,
 ) -> Outputs:
@@ -194,7 +194,7 @@ def _summing_in_place(
     return _packed_block(layer_params, x, given, kind, config, products, attention)
 
   x = layers.embed(params["embed"], tokens, config=config, products=products)
-  stack, kinds = params[gradient_sums.LAYERS], varying.kinds(config)
+  stack, kinds = params[gradient_sums.LAYERS], scanned_layers.kinds(config)
   x, extras = gradient_sums.run(block, stack, x, given, kinds)
   x = layers.norm(x, params["final_norm"], config=config, products=products)
   return Outputs(products.place(x, layers.RESIDUAL), extras)
@@ -204,7 +204,7 @@ def _scanned(
   params: Params,
   config: ModelConfig,
   tokens: Array,
-  given: varying.Tokens,
+  given: scanned_layers.Tokens,
   products: Products,
   remat: str,
   attention: Attention,
@@ -219,7 +219,7 @@ def _scanned(
     step = jax.checkpoint(step, policy=_policy(remat), prevent_cse=False)
   x = layers.embed(params["embed"], tokens, config=config, products=products)
   with jax.named_scope("Transformer"):
-    x, extras = jax.lax.scan(step, x, (params["layers"], varying.kinds(config)))
+    x, extras = jax.lax.scan(step, x, (params["layers"], scanned_layers.kinds(config)))
   x = layers.norm(x, params["final_norm"], config=config, products=products)
   return Outputs(products.place(x, layers.RESIDUAL), extras)
 
@@ -227,14 +227,14 @@ def _scanned(
 def _packed_block(
   params: layers.LayerParams,
   x: Float[Array, "B T D"],
-  given: varying.Tokens,
-  kind: varying.Kinds,
+  given: scanned_layers.Tokens,
+  kind: scanned_layers.Kinds,
   config: ModelConfig,
   products: Products,
   attention: Attention,
 ) -> tuple[Float[Array, "B T D"], layers.Extras]:
   """Applies one layer to packed rows."""
-  view = varying.view(config, given, kind)
+  view = scanned_layers.view(config, given, kind)
 
   def attend(q, k, v):
     rule = {"positions": given.positions, "window": view.window}
@@ -282,12 +282,12 @@ def prefill(
   Returns:
     Hidden states after the final norm; (keys, values), float32.
   """
-  given = varying.tokens(config, positions, segment_ids, None)
+  given = scanned_layers.tokens(config, positions, segment_ids, None)
   settings = {"config": config, "products": products}
 
   def step(x, of_layer):
     layer_params, kind = of_layer
-    view = varying.view(config, given, kind)
+    view = scanned_layers.view(config, given, kind)
 
     def attend(q, k, v):
       rule = {"positions": given.positions, "window": view.window}
@@ -297,7 +297,7 @@ def prefill(
     return x, kept
 
   x = layers.embed(params["embed"], tokens, **settings)
-  x, cache = jax.lax.scan(step, x, (params["layers"], varying.kinds(config)))
+  x, cache = jax.lax.scan(step, x, (params["layers"], scanned_layers.kinds(config)))
   return layers.norm(x, params["final_norm"], **settings), cache
 
 

@@ -36,7 +36,7 @@ Score = Callable[[Sequence[RolloutGroup]], list[list[Float[np.ndarray, " _"]]]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Chunk:
+class LogprobsChunk:
   """Logprobs of the groups of one batch, all of them in one array."""
 
   datasets: Shaped[np.ndarray, " groups"]  # name of the dataset of each group.
@@ -50,7 +50,7 @@ class Chunk:
 class BehaviorLogprobs:
   """Logprobs by group."""
 
-  def __init__(self, chunks: Iterable[Chunk]):
+  def __init__(self, chunks: Iterable[LogprobsChunk]):
     self._scored: dict[tuple[str, int], tuple[int, list[np.ndarray]]] = {}
     for chunk in chunks:
       each = np.split(chunk.logprobs, np.cumsum(chunk.lengths)[:-1]) if len(chunk.lengths) else []
@@ -109,7 +109,7 @@ def score_all(
   found = files.of_whole_run(steps)
   if found is not None:
     return BehaviorLogprobs(found)
-  chunks: list[Chunk] = []
+  chunks: list[LogprobsChunk] = []
   coming = iter(batches)
   for number in itertools.count():
     items = processes.together(lambda: next(coming, None), what="reading recorded groups")
@@ -137,7 +137,7 @@ class _Chunks:
     self._done = folder / "done.json"
     self._on_main(lambda: folder.mkdir(parents=True, exist_ok=True))
 
-  def of_whole_run(self, steps: int) -> list[Chunk] | None:
+  def of_whole_run(self, steps: int) -> list[LogprobsChunk] | None:
     """Returns all chunks, if they suffice for that many steps."""
     names = lambda: sorted(path.name for path in self._folder.glob("chunk_*.npz"))
     listed = lambda: names() if self._steps_done() >= steps else None
@@ -148,13 +148,13 @@ class _Chunks:
     whole = [chunk for chunk in chunks if chunk is not None]
     return whole if len(whole) == len(chunks) else None
 
-  def read(self, number: int) -> Chunk | None:
+  def read(self, number: int) -> LogprobsChunk | None:
     """Returns a chunk; None if it is not there, or damaged."""
     name = _name(number)
     is_there = processes.broadcast(self._on_main((self._folder / name).exists))
     return self._read(name) if is_there else None
 
-  def write(self, number: int, chunk: Chunk) -> None:
+  def write(self, number: int, chunk: LogprobsChunk) -> None:
     """Writes a chunk atomically."""
     self._on_main(lambda: atomic.replace_file(self._folder / _name(number), _encoded(chunk)))
 
@@ -169,7 +169,7 @@ class _Chunks:
     except (OSError, *json_text.UNEXPECTED):
       return 0
 
-  def _read(self, name: str) -> Chunk | None:
+  def _read(self, name: str) -> LogprobsChunk | None:
     """Returns a chunk; None, with a warning, if its file is damaged."""
     content = self._on_main((self._folder / name).read_bytes)
     sent = bulk.exchange_bytes(content or b"", what=f"the behavior logprobs in {name}")
@@ -197,7 +197,7 @@ def _agree(items: Sequence[RecordedGroup], number: int) -> None:
   processes.agree(own.hexdigest(), what=f"the digest of recorded groups (batch {number})")
 
 
-def _scored(items: Sequence[RecordedGroup], score: Score, from_file: bool) -> Chunk:
+def _scored(items: Sequence[RecordedGroup], score: Score, from_file: bool) -> LogprobsChunk:
   """Scores the responses whose logprobs are not known."""
   missing = [[not (known and from_file) for known in item.is_known] for item in items]
   parts = [
@@ -214,7 +214,7 @@ def _scored(items: Sequence[RecordedGroup], score: Score, from_file: bool) -> Ch
     for wanted in missing
     for needed in wanted
   ]
-  return Chunk(
+  return LogprobsChunk(
     datasets=np.asarray([item.dataset for item in items], np.str_),
     numbers=np.asarray([item.number for item in items], np.int64),
     digests=np.asarray([_digest(item.group) for item in items], np.uint64),
@@ -243,13 +243,15 @@ def _digest(group: RolloutGroup) -> int:
   return int.from_bytes(hashed.digest(), "little")
 
 
-def _encoded(chunk: Chunk) -> bytes:
+def _encoded(chunk: LogprobsChunk) -> bytes:
   """Returns the content of a chunk's file."""
   file = io.BytesIO()
   np.savez(file, **dataclasses.asdict(chunk))
   return file.getvalue()
 
 
-def _decoded(content: bytes) -> Chunk:
+def _decoded(content: bytes) -> LogprobsChunk:
   with np.load(io.BytesIO(content)) as arrays:
-    return Chunk(**{field.name: arrays[field.name] for field in dataclasses.fields(Chunk)})
+    return LogprobsChunk(
+      **{field.name: arrays[field.name] for field in dataclasses.fields(LogprobsChunk)}
+    )

@@ -38,7 +38,7 @@ from grpo_jax.processes.failures import (
   of_all,
   watching,
 )
-from grpo_jax.processes.watch import count, index, is_main, named, where
+from grpo_jax.processes.watchdog import count, index, is_main, named, where
 
 __all__ = [
   "Channel",

@@ -246,7 +246,7 @@ class Key:
 
 
 @dataclasses.dataclass(frozen=True)
-class Session:
+class MessageSigner:
   """What both ends of a connection sign their messages with.
 
   Attributes:

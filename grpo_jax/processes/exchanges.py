@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 from grpo_jax.interrupts import Stopped
-from grpo_jax.processes import failures, watch
+from grpo_jax.processes import failures, watchdog
 from grpo_jax.processes.failures import (
   DisagreementError,
   OtherProcessError,
@@ -84,11 +84,11 @@ def received(key: str, deadline: float) -> bytes | None:
   """
   while (left := deadline - time.monotonic()) > 0:
     try:
-      return watch.client().blocking_key_value_get_bytes(key, milliseconds(min(POLL_S, left)))
+      return watchdog.client().blocking_key_value_get_bytes(key, milliseconds(min(POLL_S, left)))
     except Exception as error:  # jaxlib has no public class for what its client raises.
       if "DEADLINE_EXCEEDED" not in str(error):
         raise ProcessesError(
-          f"{watch.named()}: no answer from process 0: {first_line(error)}"
+          f"{watchdog.named()}: no answer from process 0: {first_line(error)}"
         ) from error
     failures.raise_news()
   return None
@@ -97,16 +97,16 @@ def received(key: str, deadline: float) -> bytes | None:
 def is_sent(key: str) -> bool:
   """Returns whether a key has a value; False if process 0 does not answer."""
   try:
-    return bool(watch.client().key_value_try_get_bytes(key))
+    return bool(watchdog.client().key_value_try_get_bytes(key))
   except Exception:
     return False
 
 
 @contextlib.contextmanager
 def awaiting(what: str) -> Iterator[None]:
-  """While the block runs, the watch knows that this process waits with a time-out of its own."""
+  """While the block runs, the watchdog knows that this process waits with a time-out of its own."""
   is_main_thread = threading.current_thread() is threading.main_thread()
-  current = watch.current if is_main_thread else None
+  current = watchdog.current if is_main_thread else None
   with current.waiting(what) if current else contextlib.nullcontext():
     yield
 
@@ -149,16 +149,16 @@ def broadcast(value: Any, *, timeout_s: float = TIMEOUT_S) -> Any:
     TypeError: The value cannot be written as JSON.
   """
   text = json.dumps(value)  # also with one process, so that mistakes are found there.
-  if watch.count() == 1:
+  if watchdog.count() == 1:
     return value
   key = f"grpo_jax/broadcast/{next(_numbers)}"
-  if watch.is_main():
-    watch.client().key_value_set(key, text)
+  if watchdog.is_main():
+    watchdog.client().key_value_set(key, text)
     return value
   with awaiting(f"what process 0 decides ({key})"):
     sent = received(key, time.monotonic() + timeout_s)
   if sent is None:
-    raise ProcessesError(f"waited {timeout_s:g} s for {watch.name_of(0)}, which decides ({key})")
+    raise ProcessesError(f"waited {timeout_s:g} s for {watchdog.name_of(0)}, which decides ({key})")
   return json.loads(sent)
 
 
@@ -251,7 +251,7 @@ def _outcome(failure: BaseException | None) -> dict[str, Any]:
   if failure is None:
     return {}
   if isinstance(failure, Stopped | KeyboardInterrupt):
-    flag = watch.current.flag if watch.current else None
+    flag = watchdog.current.flag if watchdog.current else None
     return {"stopped": failures.signal_of(flag) or -1}
   return {"failed": failures.reason(failure), "exit_code": failures.exit_code(failure)}
 
@@ -261,7 +261,7 @@ def _elsewhere(outcomes: list[Mapping[str, Any]]) -> BaseException | None:
   for number, outcome in enumerate(outcomes):
     if outcome.get("failed"):
       return OtherProcessError(
-        f"{watch.name_of(number)}: {outcome['failed']}", outcome["exit_code"]
+        f"{watchdog.name_of(number)}: {outcome['failed']}", outcome["exit_code"]
       )
   asked = [outcome["stopped"] for outcome in outcomes if outcome.get("stopped")]
   failures.raise_own(asked)
@@ -288,13 +288,13 @@ class Channel:
   def exchange(self, value: Any, *, what: str, timeout_s: float | None = None) -> list[Any]:
     """Does what `processes.exchange` does, on this channel."""
     text = json.dumps(value)  # also with one process, so that mistakes are found there.
-    if watch.count() == 1:
+    if watchdog.count() == 1:
       return [value]
     return [json.loads(each) for each in self._exchanged(text.encode(), what, timeout_s)]
 
   def together(self, work: Callable[[], T], *, what: str, timeout_s: float | None = None) -> T:
     """Does what `processes.together` does, on this channel."""
-    if watch.count() == 1:
+    if watchdog.count() == 1:
       return work()
     failure: BaseException | None = None
     result: Any = None
@@ -311,13 +311,13 @@ class Channel:
     if failure is None:
       failure = _elsewhere(outcomes)
     if failure is not None:
-      raise failures.of_all(failure, is_same=outcomes[0] == outcomes[watch.index()])
+      raise failures.of_all(failure, is_same=outcomes[0] == outcomes[watchdog.index()])
     return result
 
   @counted
   def _exchanged(self, data: bytes, what: str, timeout_s: float | None) -> list[bytes]:
     """Returns the bytes of all processes, through the key-value store."""
-    client, me, number = watch.client(), watch.index(), self.made
+    client, me, number = watchdog.client(), watchdog.index(), self.made
     self.made += 1
     began = time.monotonic()
     deadline = began + (wait_s if timeout_s is None else timeout_s)
@@ -325,7 +325,7 @@ class Channel:
     place = f"{what}\0".encode()
     with awaiting(what):
       client.key_value_set_bytes(self._key(number, me), zlib.compress(place + data, 1))
-      for other in range(watch.count()):
+      for other in range(watchdog.count()):
         if other == me:
           continue
         sent = received(self._key(number, other), deadline)
@@ -335,21 +335,21 @@ class Channel:
         if at != place[:-1]:
           failures.wait_for_news()
           raise PartedError(
-            f"{watch.name_of(other)} is at {at.decode()!r}, this process at {what!r}"
+            f"{watchdog.name_of(other)} is at {at.decode()!r}, this process at {what!r}"
           )
     # All have sent this value, so all have read the ones before.
     if number:
       client.key_value_delete(self._key(number - 1, me))
-    return [found[other] for other in range(watch.count())]
+    return [found[other] for other in range(watchdog.count())]
 
   def _key(self, number: int, process: int) -> str:
     return f"grpo_jax/{self._name}/{number}/{process}"
 
   def _missing(self, number: int, found: Mapping[int, bytes], what: str, waited: float) -> str:
     """Returns who has not sent a value in time."""
-    absent = [other for other in range(watch.count()) if other not in found]
+    absent = [other for other in range(watchdog.count()) if other not in found]
     missing = [other for other in absent if not is_sent(self._key(number, other))]
-    return f"waited {waited:.0f} s for {what} of {', '.join(map(watch.name_of, missing))}"
+    return f"waited {waited:.0f} s for {what} of {', '.join(map(watchdog.name_of, missing))}"
 
 
 main_channel = Channel("exchange")  # of the main threads.
@@ -372,14 +372,14 @@ def barrier(name: str, *, timeout_s: float = TIMEOUT_S) -> None:
   Raises:
     ProcessesError: A process did not reach it in time.
   """
-  if watch.count() == 1:
+  if watchdog.count() == 1:
     return
   try:
-    watch.client().wait_at_barrier(f"grpo_jax/barrier/{name}", milliseconds(timeout_s))
+    watchdog.client().wait_at_barrier(f"grpo_jax/barrier/{name}", milliseconds(timeout_s))
   except Exception as error:
     reason = first_line(error)
     raise ProcessesError(
-      f"{watch.named()} waited {timeout_s:g} s for the others at {name!r}: {reason}"
+      f"{watchdog.named()} waited {timeout_s:g} s for the others at {name!r}: {reason}"
     ) from error
 
 
@@ -397,18 +397,18 @@ def all_reach(name: str, *, timeout_s: float, value: Any = None) -> bool:
     value: JSON value that must be equal on all processes.
   """
   text = json.dumps([value, main_channel.made])
-  if watch.count() == 1:
+  if watchdog.count() == 1:
     return True
-  current = watch.current
+  current = watchdog.current
   if current is not None and current.failure is not None and not failures.has_failed:
     return False  # another process failed, alone.
   timeout_s = min(timeout_s, failures.REACH_S) if failures.has_failed else max(timeout_s, AGREED_S)
-  client, name = watch.client(), new_name(f"reached/{name}")
+  client, name = watchdog.client(), new_name(f"reached/{name}")
   try:
     with awaiting(name):
-      client.key_value_set(f"grpo_jax/{name}/{watch.index()}", text)
+      client.key_value_set(f"grpo_jax/{name}/{watchdog.index()}", text)
       barrier(name, timeout_s=timeout_s)
-    keys = [f"grpo_jax/{name}/{number}" for number in range(watch.count())]
+    keys = [f"grpo_jax/{name}/{number}" for number in range(watchdog.count())]
     sent = [client.blocking_key_value_get(key, 1000) for key in keys]
   except Exception:  # a process has not come, or the coordination service is gone.
     return False
@@ -447,12 +447,12 @@ class EndedEarly:
 
   def announce(self) -> None:
     """Has the other processes end the work too."""
-    watch.client().key_value_set(self._key, str(watch.index()), allow_overwrite=True)
+    watchdog.client().key_value_set(self._key, str(watchdog.index()), allow_overwrite=True)
 
   def forget(self) -> None:
     """Removes the announcement; called once all processes have ended the work."""
-    if watch.is_main():
-      watch.client().key_value_delete(self._key)
+    if watchdog.is_main():
+      watchdog.client().key_value_delete(self._key)
 
   def _is_over(self) -> bool:
     if not self.is_over and time.monotonic() - self._looked_at >= LOOK_S:
@@ -463,10 +463,10 @@ class EndedEarly:
 
 def _is_set(key: str) -> bool:
   try:
-    return bool(watch.client().key_value_try_get(key))
+    return bool(watchdog.client().key_value_try_get(key))
   except Exception as error:  # jaxlib has no public class for what its client raises.
     if "NOT_FOUND" in str(error):
       return False
     raise ProcessesError(
-      f"{watch.named()}: no answer from process 0: {first_line(error)}"
+      f"{watchdog.named()}: no answer from process 0: {first_line(error)}"
     ) from error

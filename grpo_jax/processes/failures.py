@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.interrupts import Flag, Stopped
-from grpo_jax.processes import watch
-from grpo_jax.processes.watch import Failure
+from grpo_jax.processes import watchdog
+from grpo_jax.processes.watchdog import Failure
 
 Raised = TypeVar("Raised", bound=BaseException)
 
@@ -58,7 +58,7 @@ def of_all(error: Raised, *, is_same: bool = True) -> Raised:
     is_same: Whether the main process raises it with the same message, and so prints it for all.
   """
   error.is_of_all_processes = True  # pyright: ignore[reportAttributeAccessIssue]
-  if is_same and not watch.is_main():
+  if is_same and not watchdog.is_main():
     error.is_printed_by_main = True  # pyright: ignore[reportAttributeAccessIssue]
   return error
 
@@ -72,7 +72,7 @@ def is_of_all(error: BaseException | None) -> bool:
     if getattr(error, "is_of_all_processes", False):
       return True
     error = error.__cause__ or error.__context__
-  return watch.count() == 1
+  return watchdog.count() == 1
 
 
 # --- failures of one process ---
@@ -96,7 +96,7 @@ def failing() -> Iterator[None]:
 
 def _is_lost_connection(error: BaseException) -> bool:
   """Returns whether an error may be what this process sees of the end of another one."""
-  if watch.current is None:
+  if watchdog.current is None:
     return False
   if isinstance(error, ProcessesError):
     return "no answer from process 0" in str(error)
@@ -108,17 +108,17 @@ def _is_lost_connection(error: BaseException) -> bool:
 
 
 def _raise_loss(error: BaseException) -> None:
-  """Raises the failure of the process that was lost, once the watch has found it."""
-  deadline = time.monotonic() + (watch.current.heartbeat_s + 2 if watch.current else 0)
-  while watch.current is not None and watch.current.failure is None:
+  """Raises the failure of the process that was lost, once the watchdog has found it."""
+  deadline = time.monotonic() + (watchdog.current.heartbeat_s + 2 if watchdog.current else 0)
+  while watchdog.current is not None and watchdog.current.failure is None:
     if time.monotonic() > deadline:
       return
-    time.sleep(watch.LOOK_S)
-  failure = watch.current.failure if watch.current else None
-  if watch.current is not None and failure is not None and failure.process != watch.index():
+    time.sleep(watchdog.LOOK_S)
+  failure = watchdog.current.failure if watchdog.current else None
+  if watchdog.current is not None and failure is not None and failure.process != watchdog.index():
     if failure.stopped:
       raise Stopped() from error
-    message = watch.current.described(failure)
+    message = watchdog.current.described(failure)
     raise OtherProcessError(message, failure.exit_code) from error
 
 
@@ -129,22 +129,24 @@ def give_up(error: BaseException) -> None:
     error: Failure of this process; Stopped if it alone was asked to stop.
   """
   global has_failed
-  if watch.current is None or is_of_all(error) or _is_of_another(error) or has_failed:
+  if watchdog.current is None or is_of_all(error) or _is_of_another(error) or has_failed:
     return
   has_failed = True
   stopped = isinstance(error, Stopped | KeyboardInterrupt)
-  watch.current.give_up(Failure(watch.index(), reason(error), exit_code(error), stopped=stopped))
+  watchdog.current.give_up(
+    Failure(watchdog.index(), reason(error), exit_code(error), stopped=stopped)
+  )
 
 
 def _is_of_another(error: BaseException) -> bool:
-  failure = watch.current.failure if watch.current else None
+  failure = watchdog.current.failure if watchdog.current else None
   is_told = isinstance(error, OtherProcessError | Stopped)
-  return failure is not None and failure.process != watch.index() and is_told
+  return failure is not None and failure.process != watchdog.index() and is_told
 
 
 def raise_news() -> None:
   """Raises the failure of another process that is not one of all."""
-  watching = watch.current
+  watching = watchdog.current
   if watching is None or watching.failure is None:
     return
   failure = watching.failure
@@ -173,8 +175,8 @@ def leave(code: int) -> None:
   Args:
     code: Exit code.
   """
-  if watch.current is not None:
-    watch.current.leave(code)
+  if watchdog.current is not None:
+    watchdog.current.leave(code)
 
 
 # --- the flag that asks a run to stop ---
@@ -190,7 +192,7 @@ def watching(stop: Any) -> Iterator[None]:
   Args:
     stop: Flag that becomes true when the run is asked to end; see `interrupts.Flag`.
   """
-  current = watch.current
+  current = watchdog.current
   if current is None or not isinstance(stop, Flag):
     yield
     return
@@ -213,8 +215,8 @@ def signal_of(flag: Any) -> int:
 def raise_own(asked: list[int]) -> None:
   """Raises this process's flag if a signal has raised that of another one."""
   numbers = [number for number in asked if number > 0]
-  if numbers and watch.current is not None:
-    watch.current.stop(numbers[0])
+  if numbers and watchdog.current is not None:
+    watchdog.current.stop(numbers[0])
 
 
 # --- what is printed ---
@@ -232,8 +234,8 @@ def reason(error: BaseException) -> str:
 
 def continues(text: str) -> None:
   """Sets the text on how the run continues, printed below the failure of another process."""
-  if watch.current is not None:
-    watch.current.last_words = text
+  if watchdog.current is not None:
+    watchdog.current.last_words = text
 
 
 def is_printed_elsewhere(error: BaseException) -> bool:
@@ -243,15 +245,15 @@ def is_printed_elsewhere(error: BaseException) -> bool:
     if getattr(cause, "is_printed_by_main", False):
       return True
     cause = cause.__cause__
-  failure = watch.current.failure if watch.current else None
+  failure = watchdog.current.failure if watchdog.current else None
   return (
-    failure is not None and failure.process != watch.index() and failure.reason == reason(error)
+    failure is not None and failure.process != watchdog.index() and failure.reason == reason(error)
   )
 
 
 def may_report() -> bool:
-  """Returns whether the caller prints what ends this process; False if the watch has."""
-  return watch.current is None or watch.current.claim_report("main")
+  """Returns whether the caller prints what ends this process; False if the watchdog has."""
+  return watchdog.current is None or watchdog.current.claim_report("main")
 
 
 def lines_of(error: ExpectedFailure, *more: str) -> list[str]:
@@ -263,12 +265,12 @@ def lines_of(error: ExpectedFailure, *more: str) -> list[str]:
     error: Failure that ends this process.
     more: Further lines of the main process.
   """
-  current = watch.current
+  current = watchdog.current
   if not isinstance(error, OtherProcessError) or current is None or current.failure is None:
-    if watch.is_main():
+    if watchdog.is_main():
       return [f"error: {error}", *more]
     is_told = isinstance(error, OtherProcessError) or is_printed_elsewhere(error)
-    return [] if is_told else [f"{watch.where()}: error: {error}"]
+    return [] if is_told else [f"{watchdog.where()}: error: {error}"]
   last = more or tuple(filter(None, [current.last_words]))
   last = () if error.exit_code == 2 else last  # a mistake: the same command would repeat it.
   return [f"error: {error}", *last] if current.is_printed_here(current.failure) else []

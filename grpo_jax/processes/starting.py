@@ -17,14 +17,14 @@ from typing import Any
 
 from grpo_jax import processes
 from grpo_jax.interrupts import Stopped
-from grpo_jax.processes import connections, exchanges, meeting, watch
+from grpo_jax.processes import connections, exchanges, rendezvous, watchdog
 from grpo_jax.processes.connections import Place, WrongStartError, joined, parsed
 from grpo_jax.processes.options import DistributedOptions
 
 _log = logging.getLogger(__name__)
 
 _TIMES = ("join_s", "heartbeat_s", "wait_s")  # have a default where there is no config.
-# JAX aborts a process from C++; the watch, which names who is lost, comes first.
+# JAX aborts a process from C++; the watchdog names who is lost before that.
 LATER_S = 30
 CONNECT_S = 120  # all processes are there.
 LEAVE_S = 30  # all processes are at the end.
@@ -47,7 +47,7 @@ _WITHOUT_ADDRESS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class LauncherInfo:
   """What a launcher says of this process."""
 
   launcher: str
@@ -68,7 +68,7 @@ class Found:
     )
 
 
-def find_launcher(environment: Mapping[str, str] = os.environ) -> Found | None:
+def find_launcher(environment: Mapping[str, str] = os.environ) -> LauncherInfo | None:
   """Returns what has started this process beside others; None if it is alone.
 
   Args:
@@ -81,13 +81,15 @@ def find_launcher(environment: Mapping[str, str] = os.environ) -> Found | None:
   if cluster is not None and (processes := cluster.get_process_count()) > 1:
     local = cluster.get_local_process_id()
     here = int(environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1))
-    return Found(cluster.name, processes, cluster.get_process_id(), cluster, local, here, start)
+    return LauncherInfo(
+      cluster.name, processes, cluster.get_process_id(), cluster, local, here, start
+    )
   if cluster is None:
     for launcher, names in _WITHOUT_ADDRESS.items():
       count, index, local_index, local = (environment.get(name, "") for name in names)
       if count.isdigit() and index.isdigit() and int(count) > 1:
         number = int(local_index) if local_index.isdigit() else None
-        return Found(launcher, int(count), int(index), None, number, int(local or 1), start)
+        return LauncherInfo(launcher, int(count), int(index), None, number, int(local or 1), start)
   return None
 
 
@@ -105,7 +107,7 @@ def _cluster(environment: Mapping[str, str]) -> Any:
   return None
 
 
-def _slurm(cluster: Any, environment: Mapping[str, str]) -> Found | None:
+def _slurm(cluster: Any, environment: Mapping[str, str]) -> LauncherInfo | None:
   """Returns what `srun` says; the number of tasks of an allocation is not that of its step."""
   processes = int(environment.get("SLURM_STEP_NUM_TASKS") or cluster.get_process_count())
   if processes == 1:
@@ -114,7 +116,7 @@ def _slurm(cluster: Any, environment: Mapping[str, str]) -> Found | None:
   tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE")
   here = tasks_per_node(tasks or "1")
   names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-  return Found(
+  return LauncherInfo(
     "Slurm",
     processes,
     cluster.get_process_id(),
@@ -135,7 +137,9 @@ def tasks_per_node(text: str) -> list[int]:
   return found or [1]
 
 
-def own_gpus(found: Found, environment: Mapping[str, str] = os.environ) -> Sequence[int] | None:
+def own_gpus(
+  found: LauncherInfo, environment: Mapping[str, str] = os.environ
+) -> Sequence[int] | None:
   """Returns the GPUs of this process, counted among those it can see; None: all of them.
 
   The GPUs of a host are divided among its processes in equal parts. If a launcher has already given
@@ -194,26 +198,26 @@ def start(options: Any, stop: Any = False) -> None:
       " same random text in all processes (docs/hosts.md)",
       *(place.address, connections.SECRET_VARIABLE),
     )
-  met = meeting.meet(place, key, join_s=times["join_s"], stop=stop)
+  met = rendezvous.meet(place, key, join_s=times["join_s"], stop=stop)
   os.environ.pop(connections.SECRET_VARIABLE, None)  # programs that the run starts do not need it.
   _initialize(place, met, own_gpus(found) if found else None, times["heartbeat_s"])
   exchanges.wait_s = times["wait_s"]
-  watch.current = watch.Watch(
-    watch.client(),
+  watchdog.current = watchdog.Watchdog(
+    watchdog.client(),
     place.index,
     met.hosts,
     coordinator=met.service,
     heartbeat_s=times["heartbeat_s"],
     wait_s=times["wait_s"],
   )
-  watch.current.start()
-  watch.current.on_abort()
+  watchdog.current.start()
+  watchdog.current.on_abort()
   if place.index == 0:
     number = len(set(met.hosts))
     _log.info("%d processes on %d %s", place.processes, number, "hosts" if number > 1 else "host")
 
 
-def placed(options: Any, found: Found | None, *, join_s: float) -> Place | None:
+def placed(options: Any, found: LauncherInfo | None, *, join_s: float) -> Place | None:
   """Returns the place of this process, from options and from what has started it.
 
   Args:
@@ -251,7 +255,7 @@ def placed(options: Any, found: Found | None, *, join_s: float) -> Place | None:
   return Place(host, port, given["processes"], given["index"], is_one_host)
 
 
-def own_key(options: Any, found: Found | None) -> connections.Key:
+def own_key(options: Any, found: LauncherInfo | None) -> connections.Key:
   """Returns the key with which the processes of this start of the run recognize each other.
 
   Args:
@@ -272,7 +276,9 @@ def own_key(options: Any, found: Found | None) -> connections.Key:
   return connections.Key(secret or "", start)
 
 
-def _incomplete(missing: Sequence[str], given: Mapping[str, Any], found: Found | None) -> str:
+def _incomplete(
+  missing: Sequence[str], given: Mapping[str, Any], found: LauncherInfo | None
+) -> str:
   listed = " and ".join(missing)
   if found is not None:
     return (
@@ -287,7 +293,7 @@ def _incomplete(missing: Sequence[str], given: Mapping[str, Any], found: Found |
 
 
 def _initialize(
-  place: Place, met: meeting.Met, gpus: Sequence[int] | None, heartbeat_s: float
+  place: Place, met: rendezvous.RendezvousResult, gpus: Sequence[int] | None, heartbeat_s: float
 ) -> None:
   import jax
 
@@ -332,7 +338,7 @@ def finish(code: int) -> int:
     OtherProcessError: Another process has failed.
     ProcessesError: Another process does not come to its end in time.
   """
-  current = watch.current
+  current = watchdog.current
   if current is not None and current.failure is not None:
     return code or current.failure.exit_code
   try:
@@ -343,7 +349,7 @@ def finish(code: int) -> int:
     import jax
 
     current.end()
-    watch.current = None
+    watchdog.current = None
     jax.distributed.shutdown()
   return code or next((other for other in codes if other), 0)
 

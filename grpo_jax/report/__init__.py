@@ -24,8 +24,8 @@ from grpo_jax import processes
 from grpo_jax.files import local_paths
 from grpo_jax.files.atomic import replace_file
 from grpo_jax.groups import learning_signal
-from grpo_jax.report import data as report_data
-from grpo_jax.report.data import Run
+from grpo_jax.report import run_data
+from grpo_jax.report.run_data import RunData
 from grpo_jax.run_folder import console
 
 USAGE = "usage: python -m grpo_jax.report RUN_DIR   writes RUN_DIR/report.html"
@@ -41,31 +41,31 @@ def write(folder: str | Path) -> Path:
   """
   path = Path(folder) / "report.html"
   if processes.is_main():
-    replace_file(path, [render(report_data.load(folder))])
+    replace_file(path, [render(run_data.load(folder))])
   return path
 
 
-def render(run: Run) -> str:
+def render(run: RunData) -> str:
   """Returns the page of one run."""
-  groups, note = report_data.samples(run)
+  groups, note = run_data.samples(run)
   return page(
     title=run.name,
     facts=facts(run),
     tiles=tiles(run),
     notes=[*run.problems, *learning_signal.at_the_beginning(run.rows), *warnings_of(run)],
-    config=report_data.flatten(run.config),
+    config=run_data.flatten(run.config),
     data={
-      "panels": report_data.panels([run]),
-      "quiet": report_data.quiet_panels([run]),
-      "others": report_data.other_panels([run]),
+      "panels": run_data.panels([run]),
+      "quiet": run_data.quiet_panels([run]),
+      "others": run_data.other_panels([run]),
       "samples": groups,
       "samples_note": note,
-      "samples_of": "behavior policy" if report_data.is_offline(run) else "engine",
+      "samples_of": "behavior policy" if run_data.is_offline(run) else "engine",
     },
   )
 
 
-def render_comparison(runs: Sequence[Run]) -> str:
+def render_comparison(runs: Sequence[RunData]) -> str:
   """Returns a page with the curves of several runs, one colour per run.
 
   Raises:
@@ -73,7 +73,7 @@ def render_comparison(runs: Sequence[Run]) -> str:
   """
   if len(runs) < 2:
     raise ValueError(f"a comparison needs at least 2 runs, got {len(runs)}")
-  configs = [report_data.flatten(run.config) for run in runs]
+  configs = [run_data.flatten(run.config) for run in runs]
   names = sorted({name for config in configs for name in config})
   differing = {
     name: " | ".join(str(config.get(name, "(none)")) for config in configs)
@@ -87,9 +87,9 @@ def render_comparison(runs: Sequence[Run]) -> str:
     notes=[f"{run.name}: {problem}" for run in runs for problem in run.problems],
     config=differing,
     data={
-      "panels": report_data.panels(runs),
-      "quiet": report_data.quiet_panels(runs),
-      "others": report_data.other_panels(runs),
+      "panels": run_data.panels(runs),
+      "quiet": run_data.quiet_panels(runs),
+      "others": run_data.other_panels(runs),
       "samples": None,
       "samples_note": "",
       "samples_of": "engine",
@@ -146,16 +146,16 @@ def to_script_json(data: Any) -> str:
   return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def facts(run: Run) -> list[tuple[str, str]]:
+def facts(run: RunData) -> list[tuple[str, str]]:
   """Returns (name, value) of the most important settings that are set."""
-  flat = report_data.flatten(run.config)
-  left_out = OF_SAMPLING if report_data.is_offline(run) else ()
+  flat = run_data.flatten(run.config)
+  left_out = OF_SAMPLING if run_data.is_offline(run) else ()
   names = [name for name in FACTS if name not in left_out and flat.get(name) not in (None, "")]
   found = [(FACTS[name], flat[name]) for name in names]
   return [(label, str(value)) for label, value in found]
 
 
-def tiles(run: Run) -> list[tuple[str, str, str, str]]:
+def tiles(run: RunData) -> list[tuple[str, str, str, str]]:
   """Returns the outcome: (name, value before, value after, remark)."""
   found = []
   names = sorted({name for row in run.rows for name in row})
@@ -176,7 +176,7 @@ def tiles(run: Run) -> list[tuple[str, str, str, str]]:
     if len(rewards) == 1:
       ends[0], remark = "", "of the only step"
     found.append(("Reward in training", ends[0], ends[1], remark))
-  total = report_data.flatten(run.config).get("total_steps")
+  total = run_data.flatten(run.config).get("total_steps")
   done = len(rewards)
   found.append(("Steps", "", str(done), f"of {total}" if total is not None else "recorded"))
   _, seconds = _known(run, "time/step_s")
@@ -192,11 +192,11 @@ def tiles(run: Run) -> list[tuple[str, str, str, str]]:
   return found
 
 
-def warnings_of(run: Run) -> list[str]:
+def warnings_of(run: RunData) -> list[str]:
   """Returns sentences about what looks unhealthy in the last tenth of the run's steps, and about
   the attempts that failed in the whole run."""
   found = []
-  is_offline = report_data.is_offline(run)
+  is_offline = run_data.is_offline(run)
   for name, limit, sentence in ALARMS:
     if is_offline and name.startswith("mismatch/"):
       continue  # offline, training moves the policy away from the behavior policy.
@@ -204,7 +204,7 @@ def warnings_of(run: Run) -> list[str]:
     if values and (level := float(np.mean(values[-max(1, len(values) // 10) :]))) > limit:
       shown = console.share(level) if name.endswith("_share") else console.number(level)
       found.append(sentence.format(shown))
-  kinds = report_data.failures(run)
+  kinds = run_data.failures(run)
   if kinds:
     by_kind = ", ".join(f"{kind} {count}" for kind, count in kinds.items())
     found.append(f"Attempts that failed in the whole run, by kind: {by_kind}.")
@@ -221,7 +221,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
   try:
     path = write(local_paths.checked("RUN_DIR", arguments[0]))
-  except (report_data.NoRunError, local_paths.NotLocal) as error:
+  except (run_data.NoRunError, local_paths.NotLocal) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   except OSError as error:
@@ -231,9 +231,9 @@ def main(arguments: Sequence[str]) -> int:
   return 0
 
 
-def _known(run: Run, name: str) -> tuple[list[int], list[float]]:
+def _known(run: RunData, name: str) -> tuple[list[int], list[float]]:
   """Returns the steps at which a metric is finite, and its values."""
-  pairs = [(s, v) for s, v in zip(*report_data.curve(run, name), strict=True) if v is not None]
+  pairs = [(s, v) for s, v in zip(*run_data.curve(run, name), strict=True) if v is not None]
   return [s for s, _ in pairs], [v for _, v in pairs]
 
 

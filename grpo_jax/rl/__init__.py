@@ -26,8 +26,9 @@ What an objective is made of:
   selection           tokens chosen among all of an optimizer step
   diagnostics         the metrics of an objective
   objective_options   every option of an objective, with its default
+  options             the sections advantages and loss of a config
 
-What these share: arrays, moments, numerics, own, policy_terms, staleness.
+What these share: arrays, custom_functions, moments, numerics, policy_terms, staleness.
 
 A metric of an objective is a `types.Mean` or `types.Maximum` of one part of a batch. Its value is
 `float(metric)`, and `one.merge(other)` is the metric of two parts together.

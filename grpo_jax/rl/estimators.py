@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from grpo_jax.rl import advantages, own
+from grpo_jax.rl import advantages, custom_functions
 from grpo_jax.rl.objective_options import meant, nearest
 from grpo_jax.rl.options import AdvantageOptions
 from grpo_jax.values import checked
@@ -58,7 +58,8 @@ class Estimator:
   pass_k: int | None = None  # number of attempts of such a set.
   clip_low: float | None = None  # lower bound of the advantages.
   clip_high: float | None = None  # upper bound.
-  function: own.Function | None = None  # function of a user that replaces the formulas here.
+  # function of a user that replaces the formulas here.
+  function: custom_functions.Function | None = None
 
   @property
   def needs_lengths(self) -> bool:
@@ -105,8 +106,8 @@ class Estimator:
     """
     if (function := self.function) is not None:
       valid = mask & jnp.isfinite(rewards)
-      call = lambda: own.call_advantages(function, rewards, valid, components)
-      estimate = own.on_data("advantages", function, rewards, call)
+      call = lambda: custom_functions.call_advantages(function, rewards, valid, components)
+      estimate = custom_functions.on_data("advantages", function, rewards, call)
     elif self.by_component:
       if components is None:
         raise ValueError("gdpo needs reward components, and the rollouts have none")
@@ -154,7 +155,9 @@ ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
 _FIXED = {"by_component", "needs_whitening", "of_sets", "function"}  # follow from the name.
 
 
-def make(estimator: str | own.Function = AdvantageOptions.estimator, **options: Any) -> Estimator:
+def make(
+  estimator: str | custom_functions.Function = AdvantageOptions.estimator, **options: Any
+) -> Estimator:
   """Makes an estimator from its name, and from options that differ from the name's settings.
 
   Args:
@@ -184,26 +187,32 @@ def make(estimator: str | own.Function = AdvantageOptions.estimator, **options: 
   return made
 
 
-def _own(function: own.Function, given: Mapping[str, Any]) -> Estimator:
+def _own(function: custom_functions.Function, given: Mapping[str, Any]) -> Estimator:
   """Makes an estimator that calls a user's function with the options that it names.
 
   Raises:
     ValueError: The function breaks a rule, or an option is set that it does not take.
   """
-  names = own.names_of(function)
+  names = custom_functions.names_of(function)
   usual = {field.name: field.default for field in dataclasses.fields(Estimator)}
   usual |= {"baseline": None, "scale": None}
   unread = [
-    f"{name}={value!r} would never be read: {own.name_of(function)} does not take it"
+    f"{name}={value!r} would never be read: {custom_functions.name_of(function)} does not take it"
     for name, value in given.items()
-    if name in (*own.ADVANTAGE_OPTIONS, "pass_k") and name not in names and value != usual[name]
+    if name in (*custom_functions.ADVANTAGE_OPTIONS, "pass_k")
+    and name not in names
+    and value != usual[name]
   ]
   if unread:
     raise ValueError("advantages: " + "; ".join(unread))
-  passed = {name: given[name] for name in own.ADVANTAGE_OPTIONS if name in names and name in given}
+  passed = {
+    name: given[name]
+    for name in custom_functions.ADVANTAGE_OPTIONS
+    if name in names and name in given
+  }
   bound = functools.partial(function, **passed) if passed else function
   weights = given.get("weights")
-  own.check_advantages(bound, len(weights or (1.0, 1.0)))
+  custom_functions.check_advantages(bound, len(weights or (1.0, 1.0)))
   made = Estimator(
     baseline="none",  # whether groups are compared is not known.
     by_component="components" in names,
@@ -212,7 +221,7 @@ def _own(function: own.Function, given: Mapping[str, Any]) -> Estimator:
     clip_high=given.get("clip_high"),
     function=bound,
   )
-  _check(own.name_of(function), made)
+  _check(custom_functions.name_of(function), made)
   return made
 
 

@@ -14,11 +14,11 @@ from typing import Any
 from grpo_jax.rl import (
   aggregate,
   covariance_losses,
+  custom_functions,
   dppo,
   importance,
   kl,
   losses,
-  own,
   sequence_losses,
 )
 from grpo_jax.rl.options import ObjectiveOptions
@@ -164,7 +164,7 @@ class Options(ObjectiveOptions):
   @property
   def own_options(self) -> tuple[tuple[str, Any], ...]:
     """The options that a user's loss may name."""
-    return tuple((name, getattr(self, name)) for name in own.LOSS_OPTIONS)
+    return tuple((name, getattr(self, name)) for name in custom_functions.LOSS_OPTIONS)
 
   @property
   def clip_bounds(self) -> tuple[float, float]:
@@ -188,17 +188,17 @@ def described() -> str:
   return "\n".join(lines)
 
 
-def function_of(loss: str | own.Function) -> own.Function:
+def function_of(loss: str | custom_functions.Function) -> custom_functions.Function:
   """Returns the function that computes a loss."""
   return FUNCTIONS[loss] if isinstance(loss, str) else loss
 
 
-def shown(loss: str | own.Function) -> str:
+def shown(loss: str | custom_functions.Function) -> str:
   """Returns the name of a loss for messages, in quotes."""
-  return repr(loss if isinstance(loss, str) else own.name_of(loss))
+  return repr(loss if isinstance(loss, str) else custom_functions.name_of(loss))
 
 
-def own_settings(loss: str | own.Function) -> dict[str, Any]:
+def own_settings(loss: str | custom_functions.Function) -> dict[str, Any]:
   """Returns the settings that None stands for: the bounds of a loss, its aggregation."""
   parameters = inspect.signature(function_of(loss)).parameters
   names = {"clip_low": "clip_low", "clip_high": "clip_high"}
@@ -268,7 +268,9 @@ def _resolved(given: Mapping[str, Any]) -> dict[str, Any]:
   if problems:
     raise ValueError("objective: " + "; ".join(problems))
   if callable(sound["loss"]):
-    own.check_loss(sound["loss"], tuple((name, sound[name]) for name in own.LOSS_OPTIONS))
+    custom_functions.check_loss(
+      sound["loss"], tuple((name, sound[name]) for name in custom_functions.LOSS_OPTIONS)
+    )
   return sound
 
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from grpo_jax.rl import (
   aggregate,
   arrays,
+  custom_functions,
   diagnostics,
   distillation,
   importance,
@@ -24,7 +25,6 @@ from grpo_jax.rl import (
   losses,
   masks,
   objective_options,
-  own,
   policy_terms,
   proximal,
   staleness,
@@ -64,7 +64,7 @@ class Objective:
     o = self.options
     has_ratio = o.loss != "reinforce"
     if callable(o.loss):
-      has_ratio = "old_logprobs" in own.names_of(o.loss)
+      has_ratio = "old_logprobs" in custom_functions.names_of(o.loss)
     has_ratio = has_ratio and not o.use_behavior_logprobs
     return (
       has_ratio
@@ -114,7 +114,7 @@ class Objective:
     """Whether a token's share of the loss depends on that token alone, given the denominators."""
     o = self.options
     return (
-      (own.is_token_local(o.loss) if callable(o.loss) else o.loss in TOKEN_LOCAL)
+      (custom_functions.is_token_local(o.loss) if callable(o.loss) else o.loss in TOKEN_LOCAL)
       and o.aggregation != "sequence_mean"
       and o.importance_correction in ("none", "token")
       and o.importance_truncation != "seq_mask"
@@ -125,7 +125,7 @@ class Objective:
   def acts_without_advantage(self) -> bool:
     """Whether a completion of advantage 0 can change the update."""
     o = self.options
-    has_own = callable(o.loss) and own.check_loss(o.loss, o.own_options)
+    has_own = callable(o.loss) and custom_functions.check_loss(o.loss, o.own_options)
     has_penalty = o.kl_coef or o.entropy_coef or o.dppo_kl_tau or self.needs_teacher
     return bool(has_own or has_penalty or self.selects or self.drops_by_error)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxtyping import Array, Bool, Float
 
-from grpo_jax.rl import covariance_losses, dppo, losses, own, sequence_losses
+from grpo_jax.rl import covariance_losses, custom_functions, dppo, losses, sequence_losses
 from grpo_jax.rl.objective_options import Options
 from grpo_jax.types import LossTokens
 
@@ -188,8 +188,8 @@ def own_loss(
   """
   loss, options = o.loss, dict(o.own_options)
   assert callable(loss)
-  call = lambda: own.call_loss(loss, policy, old, tokens, options)
-  per_token = own.on_data("loss", loss, policy, call)
+  call = lambda: custom_functions.call_loss(loss, policy, old, tokens, options)
+  per_token = custom_functions.on_data("loss", loss, policy, call)
   return per_token, losses.ratio(policy, old)
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class AdmissionRule:
   """How far sampling may run ahead of learning, and in which order groups are learned from.
 
   Attributes:
@@ -69,11 +69,11 @@ class _Entry:
     return self.oldest is not None
 
 
-class Ledger:
+class AdmissionQueue:
   """The groups that are admitted and not yet taken, by the running numbers of their prompts."""
 
-  def __init__(self, rule: Rule, *, first: int = 0):
-    """Makes a ledger without groups.
+  def __init__(self, rule: AdmissionRule, *, first: int = 0):
+    """Makes a queue without groups.
 
     Args:
       rule: Rule of admission.

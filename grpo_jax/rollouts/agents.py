@@ -22,11 +22,11 @@ from grpo_jax.engines.base import OnProgress
 from grpo_jax.environments.base import StepResult
 from grpo_jax.environments.isolation import EnvironmentFailure
 from grpo_jax.rollouts.attempt import Attempt
-from grpo_jax.rollouts.turns import Turns, request_seed
-from grpo_jax.serving.asking import PATIENCE_S, AtOnce, Rounds
-from grpo_jax.serving.server import PolicyServer
-from grpo_jax.serving.session import Policy, Session
-from grpo_jax.serving.turns import Turn
+from grpo_jax.rollouts.turn_sampling import TurnSampler, request_seed
+from grpo_jax.serving.policy_server import PolicyServer
+from grpo_jax.serving.request_scheduling import PATIENCE_S, ImmediateScheduler, RoundScheduler
+from grpo_jax.serving.session import ServedPolicy, Session
+from grpo_jax.serving.turns import SampledTurn
 from grpo_jax.types import FinishReason, Prompt
 
 MODEL = "policy"  # its name for clients.
@@ -48,14 +48,15 @@ class Agents:
   """Has agents make their attempts."""
 
   def __init__(
-    self, turns: Turns, bounds: Bounds, *, in_rounds: bool, on_done: Callable[[Attempt], None]
+    self, turns: TurnSampler, bounds: Bounds, *, in_rounds: bool, on_done: Callable[[Attempt], None]
   ):
     """Starts nothing.
 
     Args:
       turns: Engine, tokenizer and options of the run.
       bounds: Limits.
-      in_rounds: Whether the requests of all agents go to the engine together; see `asking.Rounds`.
+      in_rounds: Whether the requests of all agents go to the engine together; see
+        `request_scheduling.RoundScheduler`.
       on_done: Function that is called with each attempt that has ended.
     """
     self._turns = turns
@@ -83,12 +84,16 @@ class Agents:
         await asyncio.gather(work, return_exceptions=True)
 
   @contextlib.asynccontextmanager
-  async def _serving(self) -> AsyncIterator[tuple[PolicyServer, Policy]]:
+  async def _serving(self) -> AsyncIterator[tuple[PolicyServer, ServedPolicy]]:
     """Runs a server of the policy during the block."""
     engine, tokenizer = self._turns.engine, self._turns.tokenizer
-    asker = Rounds(engine, patience_s=PATIENCE_S) if self._in_rounds else AtOnce(engine)
-    policy = Policy(
-      asker=asker,
+    scheduler = (
+      RoundScheduler(engine, patience_s=PATIENCE_S)
+      if self._in_rounds
+      else ImmediateScheduler(engine)
+    )
+    policy = ServedPolicy(
+      scheduler=scheduler,
       tokenizer=tokenizer,
       sampling=self._turns.sampling,
       max_tokens=self._turns.max_tokens,
@@ -100,16 +105,18 @@ class Agents:
       yield server, policy
     finally:
       await server.close()
-      await asker.close()
+      await scheduler.close()
 
-  async def _all(self, attempts: Sequence[Attempt], server: PolicyServer, policy: Policy) -> None:
+  async def _all(
+    self, attempts: Sequence[Attempt], server: PolicyServer, policy: ServedPolicy
+  ) -> None:
     """Makes the attempts in their order, as many at a time as the bounds allow."""
     waiting = iter(enumerate(attempts))
     progress = _Progress(self._turns.on_progress, len(attempts))
 
     async def work() -> None:
       async with self._bounds.slots:
-        policy.asker.join()
+        policy.scheduler.join()
         try:
           for number, attempt in waiting:
             session = self._session(attempt, policy, number)
@@ -117,12 +124,12 @@ class Agents:
             progress.add(session)
             self._on_done(attempt)
         finally:
-          policy.asker.leave()
+          policy.scheduler.leave()
 
     workers = min(self._bounds.concurrency, len(attempts))
     await together(*(work() for _ in range(workers)))
 
-  def _session(self, attempt: Attempt, policy: Policy, number: int) -> Session:
+  def _session(self, attempt: Attempt, policy: ServedPolicy, number: int) -> Session:
     prompt = attempt.prompt
     where = (self._turns.seed, attempt.step, prompt.prompt_id, attempt.number)
     return Session(
@@ -224,7 +231,7 @@ def _end(attempt: Attempt, session: Session) -> None:
   )
 
 
-def _adopt(attempt: Attempt, chain: Sequence[Turn]) -> None:
+def _adopt(attempt: Attempt, chain: Sequence[SampledTurn]) -> None:
   """Gives an attempt the tokens of a chain: what was sampled, and what was written between."""
   ids = chain[-1].token_ids if chain else np.zeros(0, np.int32)  # begins with those of all turns.
   place = 0

@@ -1,9 +1,9 @@
 """Groups that are sampled ahead of the steps that learn from them: asynchronous GRPO.
 
-`admission` decides which prompts may be sampled and which groups a step takes; `attempts` samples
-them in the background. This file reads prompts block by block, brings the processes' groups
-together, and keeps what a checkpoint needs: a block's position in the data, and the groups that are
-finished. What was not finished is sampled again when the run continues.
+`admission` decides which prompts may be sampled and which groups a step takes;
+`background_attempts` samples them in the background. This file reads prompts block by block, brings
+the processes' groups together, and keeps what a checkpoint needs: a block's position in the data,
+and the groups that are finished. What was not finished is sampled again when the run continues.
 
 All methods are called by the main thread, and by all processes alike.
 """
@@ -24,10 +24,10 @@ from grpo_jax.groups import group_bytes, group_json
 from grpo_jax.interrupts import Stopped
 from grpo_jax.processes import bulk
 from grpo_jax.processes.exchanges import EndedEarly
-from grpo_jax.rollouts import collecting, drawing
-from grpo_jax.rollouts.admission import Ledger, Rule
-from grpo_jax.rollouts.attempts import Arrived, Attempts
-from grpo_jax.rollouts.drawing import PromptSource
+from grpo_jax.rollouts import group_source, rollout
+from grpo_jax.rollouts.admission import AdmissionQueue, AdmissionRule
+from grpo_jax.rollouts.background_attempts import Arrived, Attempts
+from grpo_jax.rollouts.group_source import PromptSource
 from grpo_jax.types import Prompt, RolloutGroup
 
 _log = logging.getLogger(__name__)
@@ -67,14 +67,14 @@ class _Block:
     return range(self.first, self.first + len(self.prompts))
 
 
-class Ahead:
-  """Draws groups that are sampled ahead; see `drawing.Draws`."""
+class AheadSource:
+  """Draws groups that are sampled ahead; see `group_source.GroupSource`."""
 
   def __init__(
     self,
     prompts: PromptSource,
     attempts: Attempts,
-    rule: Rule,
+    rule: AdmissionRule,
     *,
     block: int,
     max_error_share: float,
@@ -114,7 +114,7 @@ class Ahead:
     self._clock = _Clock(attempts)
     known = state.get("ahead", {})
     self._next_block = int(known.get("next_block", 0))
-    self._ledger = Ledger(rule, first=int(known.get("next_number", 0)))
+    self._queue = AdmissionQueue(rule, first=int(known.get("next_number", 0)))
     self._unsent: list[int] = []  # numbers of restored prompts whose attempts have to begin again.
     self._failure: BaseException | None = None  # raised when the next step begins.
     self._restore(known, reopen)
@@ -135,18 +135,19 @@ class Ahead:
         *(len(old), self._rule.max_staleness, step),
       )
     unsent, self._unsent = self._unsent, []
-    self._ledger.restart(unsent, step)
+    self._queue.restart(unsent, step)
     self._send(unsent)
-    self._begin_again(self._ledger.too_old(step), step)
+    self._begin_again(self._queue.too_old(step), step)
     steps_left = max(self._total_steps - step, 1)
     capacity = min(self._rule.capacity, steps_left * self._rule.groups_per_step)
-    while not self._is_over and self._ledger.may_admit(
+    while not self._is_over and self._queue.may_admit(
       self._block, held=len(held), capacity=capacity
     ):
       self._admit(step)
 
   def draw(self, count: int, step: int, held: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-    """Returns the groups that the step takes, in the order of their prompts; see `Draws.draw`.
+    """Returns the groups that the step takes, in the order of their prompts; see
+    `GroupSource.draw`.
 
     Raises:
       TooManyFailures: More attempts failed than are allowed.
@@ -154,31 +155,31 @@ class Ahead:
       OtherProcessError: Reading, sampling or scoring failed on another process.
       Stopped: The run is asked to end.
     """
-    while not self._is_over and self._ledger.outstanding < count:  # the step is short.
-      if self._ledger.outstanding and not self._ledger.may_admit(self._block, held=len(held)):
+    while not self._is_over and self._queue.outstanding < count:  # the step is short.
+      if self._queue.outstanding and not self._queue.may_admit(self._block, held=len(held)):
         break
       self._admit(step)
     ages = [oldest_version(group) for group in held]
-    choose = functools.partial(self._ledger.choose, count, step, held=ages)
-    total = min(count, self._ledger.outstanding)
+    choose = functools.partial(self._queue.choose, count, step, held=ages)
+    total = min(count, self._queue.outstanding)
     with self._progress(f"step {step}: waiting for groups", total) as advance:
       shown = 0
       while True:
         chosen = choose()
-        done = self._ledger.count_finished(total)
+        done = self._queue.count_finished(total)
         advance(max(done - shown, 0))
         shown = max(done, shown)
         if chosen is not None:
           break
-        if not self._ledger.has_unfinished:
+        if not self._queue.has_unfinished:
           raise RuntimeError(f"step {step} waits for groups, and all of them are finished")
         self._wait(f"the groups of step {step}", self._stop)
     groups = [self._ready.pop(number) for number in chosen]
     for number in chosen:
       self._encoded.pop(number, None)
-    self._ledger.take(chosen)
-    self._metrics = {**self._reading(chosen), **collecting.error_counts(groups)}
-    collecting.check_failures(groups, self._max_error_share)
+    self._queue.take(chosen)
+    self._metrics = {**self._reading(chosen), **rollout.error_counts(groups)}
+    rollout.check_failures(groups, self._max_error_share)
     return groups
 
   def ordered(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
@@ -199,12 +200,12 @@ class Ahead:
     return self._clock.shares()
 
   def settle(self, *, has_learned: bool = True) -> None:
-    """Waits until nothing is under way if the rule says so; see `Draws`."""
+    """Waits until nothing is under way if the rule says so; see `GroupSource`."""
     if not self._rule.in_turn or self._unsent or self._failure is not None:
       return
     stop = _Later(self._stop, PATIENCE_S) if has_learned else self._stop
     try:
-      while self._ledger.has_unfinished:
+      while self._queue.has_unfinished:
         self._wait("the groups under way", stop)
     except Stopped:
       if not has_learned:
@@ -212,7 +213,7 @@ class Ahead:
       _log.warning(
         "%d groups are still under way %g s after the run was asked to end: they are sampled again"
         " with newer weights, so the run will not end bit for bit as one that was never stopped",
-        len(self._ledger.unfinished),
+        len(self._queue.unfinished),
         PATIENCE_S,
       )
     except Exception as error:
@@ -223,7 +224,7 @@ class Ahead:
   def state(self) -> dict[str, Any]:
     """Returns the position of the first block that is not wholly taken, and the finished groups."""
     self._gather()
-    waiting = {*self._ledger.unfinished, *self._ledger.finished}
+    waiting = {*self._queue.unfinished, *self._queue.finished}
     blocks = [block for block in self._blocks if waiting.intersection(block.numbers)]
     self._blocks = blocks
     now = self._prompts.state()
@@ -232,7 +233,7 @@ class Ahead:
       "ahead": {
         "next": now,
         "next_block": self._next_block,
-        "next_number": self._ledger.next_number,
+        "next_number": self._queue.next_number,
         "blocks": [
           {
             "first": block.first,
@@ -243,14 +244,14 @@ class Ahead:
           }
           for block in blocks
         ],
-        "waiting": [[number, self._ledger.version_of(number)] for number in sorted(waiting)],
-        "ready": [[number, self._record(number)] for number in self._ledger.finished],
+        "waiting": [[number, self._queue.version_of(number)] for number in sorted(waiting)],
+        "ready": [[number, self._record(number)] for number in self._queue.finished],
       },
     }
 
   def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
     """Passes the metrics of a step to the source of prompts; it chooses later blocks by them."""
-    drawing.pass_on(metrics, step, to=self._prompts)
+    group_source.pass_on(metrics, step, to=self._prompts)
 
   def close(self) -> None:
     """Ends all attempts."""
@@ -259,11 +260,11 @@ class Ahead:
   def _admit(self, step: int) -> None:
     """Reads the next block and begins its attempts."""
     before = self._prompts.state()
-    found = drawing.read(self._prompts, self._block, of=f"block {self._next_block}")
+    found = group_source.read(self._prompts, self._block, of=f"block {self._next_block}")
     self._is_over = len(found) < self._block
     if not found:
       return
-    numbers = self._ledger.admit(len(found), step)
+    numbers = self._queue.admit(len(found), step)
     metrics = self._prompts.metrics()
     self._blocks.append(_Block(numbers[0], found, self._next_block, before, metrics))
     self._next_block += 1
@@ -274,7 +275,7 @@ class Ahead:
     for block in self._blocks:
       own = [n for n in numbers if n in block.numbers and self._is_own(n - block.first)]
       if own:
-        asked = collecting.for_step([block.prompts[n - block.first] for n in own], block.index)
+        asked = rollout.for_step([block.prompts[n - block.first] for n in own], block.index)
         self._attempts.submit(own, asked)
 
   def _is_own(self, place: int) -> bool:
@@ -297,7 +298,7 @@ class Ahead:
       self._attempts.give_up(number)
       self._ready.pop(number, None)
       self._encoded.pop(number, None)
-    self._ledger.restart(numbers, step)
+    self._queue.restart(numbers, step)
     self._send(numbers)
 
   def _wait(self, what: str, stop: Any) -> None:
@@ -336,7 +337,7 @@ class Ahead:
     own = self._attempts.arrived()
     for number, group in self._exchanged(own):
       self._ready[number] = group_json.without_info(group)
-      self._ledger.finish(number, max(oldest_version(group), self._ledger.version_of(number)))
+      self._queue.finish(number, max(oldest_version(group), self._queue.version_of(number)))
 
   def _exchanged(self, own: Sequence[Arrived]) -> list[Arrived]:
     if processes.count() == 1:
@@ -371,7 +372,7 @@ class Ahead:
     """Restores blocks, finished groups, and what has to be sampled again."""
     for record in known.get("blocks", ()):
       source = reopen({"prompts": record["state"]})
-      prompts = drawing.read(source, record["count"], of=f"block {record['index']}")
+      prompts = group_source.read(source, record["count"], of=f"block {record['index']}")
       if len(prompts) != record["count"]:
         raise ChangedDataError(
           f"the data has changed since the checkpoint: of {record['count']} prompts that were read"
@@ -381,7 +382,7 @@ class Ahead:
         _Block(record["first"], prompts, record["index"], record["state"], record["metrics"])
       )
     for number, version in known.get("waiting", ()):
-      self._ledger.restore(number, version)
+      self._queue.restore(number, version)
     for number, record in known.get("ready", ()):
       group = group_json.decode(record)
       found, expected = self._prompt(number).prompt_id, group.prompt.prompt_id
@@ -391,8 +392,8 @@ class Ahead:
           f" now {found}"
         )
       self._ready[number], self._encoded[number] = group, record
-      self._ledger.finish(number, max(oldest_version(group), self._ledger.version_of(number)))
-    self._unsent = list(self._ledger.unfinished)
+      self._queue.finish(number, max(oldest_version(group), self._queue.version_of(number)))
+    self._unsent = list(self._queue.unfinished)
 
 
 def oldest_version(group: RolloutGroup) -> int:
@@ -403,7 +404,7 @@ def oldest_version(group: RolloutGroup) -> int:
 
 
 def positions(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-  """Returns the positions in the data that `Ahead` opens to continue from a state."""
+  """Returns the positions in the data that `AheadSource` opens to continue from a state."""
   known = state.get("ahead", {})
   states = [*(block["state"] for block in known.get("blocks", ())), known.get("next")]
   return [{"prompts": each} for each in states if each is not None]

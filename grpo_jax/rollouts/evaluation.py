@@ -7,8 +7,7 @@ from grpo_jax import metrics
 from grpo_jax.data import Tokenizer
 from grpo_jax.engines.base import Engine, OnProgress, SamplingParams
 from grpo_jax.environments.base import AnyFactory
-from grpo_jax.rollouts import collecting as rollout
-from grpo_jax.rollouts import shared
+from grpo_jax.rollouts import rollout, work_sharing
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.rollouts.options import RolloutOptions
 from grpo_jax.types import Prompt, RolloutGroup
@@ -26,7 +25,7 @@ def run(
   sampling: SamplingParams,
   seed: int,
   loop: LoopThread,
-  limits: rollout.Limits | None = None,
+  limits: rollout.AttemptLimits | None = None,
   schedule: rollout.Schedule = RolloutOptions.schedule,
   on_progress: OnProgress | None = None,
   on_groups: Callable[[Sequence[RolloutGroup]], None] | None = None,
@@ -48,9 +47,9 @@ def run(
     sampling: Sampling options of the evaluation, greedy or not.
     seed: Random seed of the run.
     loop: Event loop of the run.
-    limits: Argument of `collecting.groups`.
-    schedule: Argument of `collecting.groups`.
-    on_progress: Argument of `collecting.groups`.
+    limits: Argument of `rollout.groups`.
+    schedule: Argument of `rollout.groups`.
+    on_progress: Argument of `rollout.groups`.
     on_groups: Function that is given the groups, to keep their completions.
     stop: Flag that becomes true when the evaluation is no longer wanted; see `interrupts.Flag`.
 
@@ -59,12 +58,14 @@ def run(
 
   Raises:
     interrupts.Stopped: `stop` has become true.
-    TooManyFailures: See `collecting.groups`.
+    TooManyFailures: See `rollout.groups`.
     DisagreementError: The processes of the run have different prompts.
     OtherProcessError: Another process failed.
   """
 
-  def attempted(own: Sequence[Prompt], limits: rollout.Limits, stop: Any) -> list[RolloutGroup]:
+  def attempted(
+    own: Sequence[Prompt], limits: rollout.AttemptLimits, stop: Any
+  ) -> list[RolloutGroup]:
     return rollout.collect_sync(
       engine,
       environments,
@@ -82,9 +83,9 @@ def run(
     )
 
   what = f"the evaluation of {name}"
-  shared.compare(prompts, of=what)
-  limits = limits or rollout.Limits()
-  groups = shared.among_processes(prompts, attempted, limits=limits, stop=stop, what=what)
+  work_sharing.compare(prompts, of=what)
+  limits = limits or rollout.AttemptLimits()
+  groups = work_sharing.among_processes(prompts, attempted, limits=limits, stop=stop, what=what)
   if on_groups:
     on_groups(groups)
   return metrics.evaluation_metrics(groups, name=name, pass_k=pass_k)

@@ -106,7 +106,7 @@ class LoopThread:
   def __exit__(self, *_: object) -> None:
     self.close()
 
-  def start(self, coroutine: Coroutine[Any, Any, Any]) -> "Job":
+  def start(self, coroutine: Coroutine[Any, Any, Any]) -> "LoopTask":
     """Starts a coroutine and returns at once; the loop's thread is started if there is none.
 
     Raises:
@@ -122,12 +122,12 @@ class LoopThread:
       if refusal:
         coroutine.close()
         raise RuntimeError(refusal)
-      job = Job(coroutine)
+      job = LoopTask(coroutine)
       if serving is None or not serving.submit(job):
         self._serving = _Serving(job)
       return job
 
-  def end(self, job: "Job") -> None:
+  def end(self, job: "LoopTask") -> None:
     """Cancels work that is not done; leaves a loop behind that does not answer."""
     for _ in range(_CANCELS):
       if job.result.done():
@@ -153,7 +153,7 @@ async def closed_after(items: AsyncIterator[Any]) -> AsyncIterator[None]:
       await close()
 
 
-class Job:
+class LoopTask:
   """A coroutine in the loop; other threads wait for its `result`."""
 
   serving: "_Serving"  # set by `_Serving.submit`.
@@ -194,11 +194,11 @@ class Job:
 class _Serving:
   """A running event loop, its thread and the jobs in it."""
 
-  def __init__(self, first: Job):
+  def __init__(self, first: LoopTask):
     self._loop = asyncio.new_event_loop()
     self._lock = threading.Lock()  # guards both below.
     self._is_open = True
-    self._jobs: set[Job] = set()
+    self._jobs: set[LoopTask] = set()
     self.thread = threading.Thread(target=self._serve, name="rollout", daemon=True)
     self.submit(first)
     self.thread.start()
@@ -207,7 +207,7 @@ class _Serving:
   def is_current_thread(self) -> bool:
     return threading.current_thread() is self.thread
 
-  def submit(self, job: Job) -> bool:
+  def submit(self, job: LoopTask) -> bool:
     """Returns whether the loop takes the job: one that has ended does not."""
     with self._lock:
       if not self._is_open:
@@ -255,7 +255,7 @@ class _Serving:
     self._loop.run_until_complete(self._loop.shutdown_asyncgens())
 
 
-def _result(job: Job, stop: Any) -> Any:
+def _result(job: LoopTask, stop: Any) -> Any:
   """Returns the result when it is available; raises Stopped when `stop` has become true."""
   while not concurrent.futures.wait([job.result], _LOOK_S).done:
     if stop:
@@ -263,7 +263,7 @@ def _result(job: Job, stop: Any) -> Any:
   return job.result.result()
 
 
-def _next(arrived: "queue.SimpleQueue[Any]", job: Job, stop: Any) -> Any:
+def _next(arrived: "queue.SimpleQueue[Any]", job: LoopTask, stop: Any) -> Any:
   """Returns the next item, or _END; raises Stopped when `stop` has become true."""
   while not stop:
     with contextlib.suppress(queue.Empty):

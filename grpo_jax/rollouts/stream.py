@@ -22,13 +22,12 @@ from grpo_jax.engines.base import OnProgress, SamplingParams, mismatch_warning
 from grpo_jax.environments.base import AnyFactory
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.groups import filters, group_json
-from grpo_jax.rollouts import collecting as rollout
-from grpo_jax.rollouts import shared
-from grpo_jax.rollouts.attempts import Background
-from grpo_jax.rollouts.drawing import Draws
+from grpo_jax.rollouts import rollout, work_sharing
+from grpo_jax.rollouts.background_attempts import BackgroundAttempts
+from grpo_jax.rollouts.group_source import GroupSource
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.rollouts.options import DynamicOptions, RolloutOptions
-from grpo_jax.rollouts.turns import Generator
+from grpo_jax.rollouts.turn_sampling import Generator
 from grpo_jax.types import Prompt, RolloutGroup
 from grpo_jax.values import options
 
@@ -82,7 +81,7 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[..., None]]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampler:
+class RolloutSampler:
   """An engine and environments: attempts prompts, and scores the attempts."""
 
   engine: Generator
@@ -91,12 +90,12 @@ class Sampler:
   group_size: int
   sampling: SamplingParams
   seed: int  # random seed of the run.
-  limits: rollout.Limits
+  limits: rollout.AttemptLimits
   progress: Progress
   loop: LoopThread  # event loop of the run.
   stop: Any = False  # becomes true when the run is asked to end; see `interrupts.Flag`.
   with_greedy: bool = False  # one more attempt at each prompt, at temperature 0.
-  # Order of later turns; see `collecting.groups`.
+  # Order of later turns; see `rollout.groups`.
   schedule: rollout.Schedule = RolloutOptions.schedule
 
   def __post_init__(self):
@@ -113,48 +112,51 @@ class Sampler:
 
     Raises:
       interrupts.Stopped: The run is asked to end.
-      TooManyFailures: See `collecting.groups`.
+      TooManyFailures: See `rollout.groups`.
     """
 
-    def attempted(own: Sequence[Prompt], limits: rollout.Limits, stop: Any) -> list[RolloutGroup]:
+    def attempted(
+      own: Sequence[Prompt], limits: rollout.AttemptLimits, stop: Any
+    ) -> list[RolloutGroup]:
       """Attempts prompts on this process."""
       total = len(own) * (self.group_size + self.with_greedy)
-      with self.progress(f"step {step}: sampling{shared.shown()}", total) as advance:
+      with self.progress(f"step {step}: sampling{work_sharing.shown()}", total) as advance:
         asked = rollout.for_step(own, step)
         return rollout.in_order(self._finished(asked, limits, stop, rollout.counting(advance)))
 
-    return shared.among_processes(
+    return work_sharing.among_processes(
       prompts, attempted, limits=self.limits, stop=self.stop, what=f"the groups of step {step}"
     )
 
   def finished(
     self, prompts: Sequence[rollout.StepPrompt], *, on_progress: OnProgress | None = None
   ) -> Iterator[rollout.Finished]:
-    """Yields each group when its last attempt is scored; see `collecting.groups`.
+    """Yields each group when its last attempt is scored; see `rollout.groups`.
 
     Sampling begins when the first group is requested. Close the iterator (`contextlib.closing`)
     if it is not read to its end. All prompts are attempted by this process.
     """
     return self._finished(prompts, self.limits, self.stop, on_progress)
 
-  def in_background(self, in_turn: bool) -> Background:
+  def in_background(self, in_turn: bool) -> BackgroundAttempts:
     """Returns what attempts prompts while the caller does something else.
 
     Failures of environments end nothing: the caller decides over all groups of a step.
 
     Args:
-      in_turn: Whether one block is sampled after the other; see `attempts.Background`.
+      in_turn: Whether one block is sampled after the other; see
+        `background_attempts.BackgroundAttempts`.
     """
     limits = dataclasses.replace(self.limits, max_error_share=1.0)
     slots = rollout.Slots.of(limits)  # of all that is attempted side by side.
-    return Background(
+    return BackgroundAttempts(
       self.loop, lambda asked: self._groups(asked, limits, None, slots), in_turn=in_turn
     )
 
   def _finished(
     self,
     prompts: Sequence[rollout.StepPrompt],
-    limits: rollout.Limits,
+    limits: rollout.AttemptLimits,
     stop: Any,
     on_progress: OnProgress | None,
   ) -> Iterator[rollout.Finished]:
@@ -163,7 +165,7 @@ class Sampler:
   def _groups(
     self,
     prompts: Sequence[rollout.StepPrompt],
-    limits: rollout.Limits,
+    limits: rollout.AttemptLimits,
     on_progress: OnProgress | None,
     slots: rollout.Slots | None = None,
   ) -> AsyncGenerator[rollout.Finished, None]:
@@ -203,24 +205,24 @@ class OnlineStream:
 
   def __init__(
     self,
-    draws: Draws,
+    source: GroupSource,
     *,
     prompts_per_step: int,
     dynamic: DynamicSampling | None = None,
     keep: Filter = filters.apply,
     surplus: Sequence[Mapping[str, Any]] = (),
   ):
-    """Makes a stream that continues at the position of `draws`.
+    """Makes a stream that continues at the position of `source`.
 
     Args:
-      draws: Source of groups: `drawing.Direct` or `ahead.Ahead`.
+      source: Source of groups: `group_source.SynchronousSource` or `ahead.AheadSource`.
       prompts_per_step: Number of groups of a step; fewer when the data ends.
       dynamic: Options of dynamic sampling; None: one round a step, whichever groups it yields.
       keep: With `dynamic`, a filter that says which groups count. It must judge each group
         independently of the others.
       surplus: Surplus of an earlier stream's `state()`, if a run is resumed.
     """
-    self._draws = draws
+    self._source = source
     self._target = prompts_per_step
     self._dynamic = dynamic
     self._keep = keep
@@ -240,31 +242,31 @@ class OnlineStream:
 
     Raises:
       TooFewGroups: The bound of dynamic sampling was reached, and `on_limit` is "raise".
-      TooManyFailures: See `collecting.groups`.
+      TooManyFailures: See `rollout.groups`.
       DisagreementError: The processes of the run have different prompts.
       OtherProcessError: Reading, sampling or scoring failed on another process.
     """
     self._metrics = {}
-    self._draws.begin(step, self._surplus)
+    self._source.begin(step, self._surplus)
     if self._dynamic is None:
       groups = self._draw(self._target, step, ())
     else:
       groups = self._fill(step, self._dynamic)
-    self._metrics |= self._draws.step_metrics()
+    self._metrics |= self._source.step_metrics()
     return groups
 
   def state(self) -> dict[str, Any]:
     """Returns the position in the data, and the surplus."""
     surplus = [group_json.encode(group) for group in self._surplus]
-    return {**self._draws.state(), "surplus": surplus}
+    return {**self._source.state(), "surplus": surplus}
 
   def settle(self, *, has_learned: bool = True) -> None:
     """Waits for groups under way that must not see the next weights."""
-    self._draws.settle(has_learned=has_learned)
+    self._source.settle(has_learned=has_learned)
 
   def close(self) -> None:
     """Ends what is still sampled."""
-    self._draws.close()
+    self._source.close()
 
   def metrics(self) -> dict[str, float]:
     """Returns data/*, rollout/errors/* and dynamic_sampling/* of all rounds of the last `take`."""
@@ -272,12 +274,12 @@ class OnlineStream:
 
   def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
     """Passes the metrics of a step to the source of prompts, if it uses them."""
-    self._draws.record_metrics(step, metrics)
+    self._source.record_metrics(step, metrics)
 
   def _draw(self, count: int, step: int, held: Sequence[RolloutGroup]) -> list[RolloutGroup]:
     """Draws the next groups, and joins the metrics of the rounds of a step."""
-    groups = self._draws.draw(count, step, held)
-    self._metrics = metrics.joined_rounds(self._metrics, self._draws.metrics())
+    groups = self._source.draw(count, step, held)
+    self._metrics = metrics.joined_rounds(self._metrics, self._source.metrics())
     return groups
 
   def _fill(self, step: int, dynamic: DynamicSampling) -> list[RolloutGroup]:
@@ -296,7 +298,7 @@ class OnlineStream:
       discarded += [group for group in groups if group.prompt.prompt_id not in counting]
       reasons.update(dropped)
       drawn += groups
-    found = self._draws.ordered(found)
+    found = self._source.ordered(found)
     is_short = len(found) < self._target
     at_limit = is_short and rounds == dynamic.max_rounds
     if at_limit:

@@ -166,7 +166,7 @@ class Checkpoints:
 
   def _newest_extra(self) -> Mapping[str, Any] | None:
     for step in reversed(self._folders.steps()):
-      with contextlib.suppress(stored_leaves.Unusable, OSError):
+      with contextlib.suppress(stored_leaves.UnusableCheckpoint, OSError):
         return self._folders.info(step).extra
     return None
 
@@ -262,11 +262,11 @@ class Checkpoints:
     """
     self.wait()
     self._clear_unfinished()  # by the main process, before it lists the steps for all.
-    reasons: dict[int, stored_leaves.Unusable] = {}
+    reasons: dict[int, stored_leaves.UnusableCheckpoint] = {}
     for step in reversed(self.steps()):
       try:
         found = self._restored(step, like, refuse)
-      except stored_leaves.Unusable as reason:
+      except stored_leaves.UnusableCheckpoint as reason:
         reasons[step] = reason
         continue
       for broken, reason in reasons.items():
@@ -339,7 +339,8 @@ class Checkpoints:
     return self._folders.path(step)
 
   def _restored(self, step: int, like: Any, refuse: Refusal | None) -> tuple[Any, Any]:
-    """Reads a checkpoint; raises Unusable if it is damaged, contradicts itself or is refused.
+    """Reads a checkpoint; raises UnusableCheckpoint if it is damaged, contradicts itself or is
+    refused.
 
     What one process finds unusable is unusable for all.
     """
@@ -348,10 +349,10 @@ class Checkpoints:
     def read() -> tuple[Any, Any]:
       info = _readable(lambda: self._folders.info(step))
       if info.step != step:
-        raise stored_leaves.Unusable(f"it holds step {info.step}: the folder was renamed")
+        raise stored_leaves.UnusableCheckpoint(f"it holds step {info.step}: the folder was renamed")
       state = self._read(step, info, like)
       if refuse and (reason := refuse(state, info.extra)):
-        raise stored_leaves.Unusable(reason)
+        raise stored_leaves.UnusableCheckpoint(reason)
       return state, info.extra
 
     return _alike(read, what=f"the arrays of step {step}")
@@ -374,7 +375,9 @@ class Checkpoints:
     state = jax.tree.unflatten(jax.tree.structure(like), leaves)
     counted = _named_leaves(state).get("step")
     if counted is not None and int(counted) != info.step:
-      raise stored_leaves.Unusable(f"its state is of step {int(counted)}, not of step {info.step}")
+      raise stored_leaves.UnusableCheckpoint(
+        f"its state is of step {int(counted)}, not of step {info.step}"
+      )
     return state
 
   def _make_place(self, step: int, info: str, num_bytes: int) -> None:
@@ -464,12 +467,12 @@ class Checkpoints:
     """Compares a checkpoint with its manifest; each process digests its share of the files.
 
     Raises:
-      Unusable: A file differs from the manifest.
+      UnusableCheckpoint: A file differs from the manifest.
       CheckpointError: A file may not be read.
     """
     share = processes.index(), processes.count()
     if reason := _readable(lambda: self._folders.damage(step, share)):
-      raise stored_leaves.Unusable(reason)
+      raise stored_leaves.UnusableCheckpoint(reason)
 
   def _clear_unfinished(self) -> None:
     """Removes and logs what a killed process left behind."""
@@ -582,7 +585,7 @@ def _alike(work: Callable[[], T], *, what: str) -> T:
   failure: Exception | None = None
   try:
     found = work()
-  except (stored_leaves.Unusable, CheckpointError) as error:
+  except (stored_leaves.UnusableCheckpoint, CheckpointError) as error:
     failure = error
   verdict = None if failure is None else [type(failure).__name__, str(failure)]
   verdicts = processes.exchange(verdict, what=what)
@@ -595,7 +598,7 @@ def _alike(work: Callable[[], T], *, what: str) -> T:
 
 _VERDICTS: dict[str, type[Exception]] = {
   kind.__name__: kind
-  for kind in (stored_leaves.Unusable, stored_leaves.OtherState, CheckpointError)
+  for kind in (stored_leaves.UnusableCheckpoint, stored_leaves.OtherState, CheckpointError)
 }
 
 

@@ -294,7 +294,7 @@ def _excerpt(text: str) -> str:
   return "\n".join([*lines[:half], f"… [{left} more lines]", *lines[-half:]])
 
 
-class Screen(screen.Screen):
+class TrainingScreen(screen.Screen):
   """A screen that also prints steps and samples."""
 
   def __init__(self, *arguments: Any, **options: Any):

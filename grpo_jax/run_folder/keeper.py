@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Standing:
+class RunState:
   """The state of a run between two steps: all that is needed to continue."""
 
   state: TrainState
@@ -35,10 +35,10 @@ class Standing:
 class Keeper:
   """Holds a run's newest complete state, and saves it from any thread.
 
-      with Keeper(checkpoints, standing, stop) as keeper:
+      with Keeper(checkpoints, run_state, stop) as keeper:
         for step in ...:
           state = update(state, before=keeper.consume)  # donates the arrays of the old state
-          keeper.hold(Standing(state, ...))
+          keeper.hold(RunState(state, ...))
 
   A save starts at once, even while the main thread computes gradients. It waits only between
   `consume` and `hold`, when the old arrays are gone. Leaving the block by an exception also saves.
@@ -47,17 +47,19 @@ class Keeper:
   leaving the block does. After a failure that only some processes know of, nothing is saved.
   """
 
-  def __init__(self, checkpoints: checkpointing.Checkpoints, standing: Standing, stop: Any = False):
+  def __init__(
+    self, checkpoints: checkpointing.Checkpoints, run_state: RunState, stop: Any = False
+  ):
     """Makes a keeper of the given state.
 
     Args:
       checkpoints: Checkpoints of the run.
-      standing: State in which the run begins or continues.
+      run_state: State in which the run begins or continues.
       stop: Flag that becomes true when the run is asked to end; the thread of an
         `interrupts.Flag` saves.
     """
     self._checkpoints = checkpoints
-    self._standing: Standing | None = standing
+    self._run_state: RunState | None = run_state
     self._stop = stop
     self._lock = threading.Lock()
     self._update = contextlib.ExitStack()  # entered by `consume`, left by `hold`.
@@ -93,7 +95,7 @@ class Keeper:
 
   def _others_are_here(self, is_worth_saving: bool) -> bool:
     """Returns whether all processes leave the block now, with the same state; logs it if not."""
-    step = self._standing.step if self._standing else None
+    step = self._run_state.step if self._run_state else None
     if processes.all_reach("save", timeout_s=REACH_S, value=[step, is_worth_saving]):
       return True
     saved = self._checkpoints.newest()
@@ -105,12 +107,12 @@ class Keeper:
     return False
 
   def _is_worth_saving(self, kind: type[BaseException]) -> bool:
-    return self._standing is not None and bool(self._standing.step or issubclass(kind, Stopped))
+    return self._run_state is not None and bool(self._run_state.step or issubclass(kind, Stopped))
 
   @property
-  def standing(self) -> Standing | None:
+  def run_state(self) -> RunState | None:
     """The newest state; None if an update failed after it had consumed the old one."""
-    return self._standing
+    return self._run_state
 
   def consume(self) -> None:
     """Must be called before the arrays of the held state are donated.
@@ -123,28 +125,28 @@ class Keeper:
     processes.stop_together(self._stop)  # all processes make the update, or none does.
     self._update.enter_context(interrupts.delayed())
     self._update.enter_context(self._lock)
-    self._standing, self._is_updating = None, True
+    self._run_state, self._is_updating = None, True
 
-  def hold(self, standing: Standing) -> Standing:
+  def hold(self, run_state: RunState) -> RunState:
     """Makes this the newest state and returns it. Call it once the step's metrics are written."""
-    self._standing = standing
+    self._run_state = run_state
     self._end_update()
-    return standing
+    return run_state
 
   def save(self) -> int | None:
     """Starts saving the newest state; returns its step, or None if there is no state."""
     with self._lock:
-      standing = self._standing
-      if standing is None:
+      run_state = self._run_state
+      if run_state is None:
         return None
       extra = {
-        "stream": standing.position,
-        "skipped": standing.skipped,
-        "evaluated": dict(standing.evaluated),
+        "stream": run_state.position,
+        "skipped": run_state.skipped,
+        "evaluated": dict(run_state.evaluated),
       }
-      state = dict(vars(standing.state))
-      self._checkpoints.save(standing.step, state, extra, metrics=standing.evaluated)
-    return standing.step
+      state = dict(vars(run_state.state))
+      self._checkpoints.save(run_state.step, state, extra, metrics=run_state.evaluated)
+    return run_state.step
 
   def _end_update(self) -> None:
     if self._is_updating:

@@ -82,7 +82,7 @@ def make(
   samples_every_steps: int = LoggingOptions.samples_every_steps,
   rollouts_every_steps: int = LoggingOptions.rollouts_every_steps,
   timeout_s: float = LoggingOptions.timeout_s,
-  screen: consoles.Screen | None = None,
+  screen: consoles.TrainingScreen | None = None,
   more_sinks: Sequence[Sink] = (),
   wandb: Mapping[str, Any] | None = None,
 ) -> Logger:
@@ -118,7 +118,7 @@ def make(
       raise ValueError(f"{name} must be at least 0, got {value}")
   if not processes.is_main():
     return SilentLogger()
-  screen = screen or consoles.Screen()
+  screen = screen or consoles.TrainingScreen()
   defaults: dict[str, Mapping[str, Any]] = {
     "jsonl": {"rollouts_every_steps": rollouts_every_steps},
     "console": {"samples_every_steps": samples_every_steps},
@@ -139,7 +139,7 @@ def make(
 class RunLogger:
   """Passes everything to the sinks, in their order; made by `make`."""
 
-  def __init__(self, sinks: Sequence[Sink], screen: consoles.Screen):
+  def __init__(self, sinks: Sequence[Sink], screen: consoles.TrainingScreen):
     """Makes a logger.
 
     Args:

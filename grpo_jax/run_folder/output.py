@@ -15,7 +15,7 @@ NAME = "output.log"
 _STANDARD = ((1, "stdout"), (2, "stderr"))
 
 
-class Lasting:
+class FallbackStream:
   """A stream that never fails: text that its descriptor does not accept goes to a file."""
 
   def __init__(self, stream: Any, descriptor: int):
@@ -72,7 +72,7 @@ class Lasting:
 
 
 @contextlib.contextmanager
-def lasting() -> Iterator[list[Lasting]]:
+def lasting() -> Iterator[list[FallbackStream]]:
   """Makes standard output and standard error outlive their readers, within the block.
 
   Yields:
@@ -84,7 +84,7 @@ def lasting() -> Iterator[list[Lasting]]:
   for descriptor, name in _STANDARD:
     stream = getattr(sys, name)
     if stream is not None and _descriptor_of(stream) == descriptor:
-      streams.append(Lasting(stream, descriptor))
+      streams.append(FallbackStream(stream, descriptor))
       setattr(sys, name, streams[-1])
   try:
     yield streams

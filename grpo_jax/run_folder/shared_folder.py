@@ -13,13 +13,14 @@ import time
 from collections.abc import Sequence
 
 from grpo_jax import processes
-from grpo_jax.run_folder import claim
+from grpo_jax.run_folder import folder_lock
 
 SEEN_S = 30.0  # seconds until a file of another host must be visible; NFS caches lists of names.
 
 
 def check(workdir: pathlib.Path, *, named: str = "--workdir") -> None:
-  """Raises Unusable on all processes if one of them sees another folder than the main process.
+  """Raises UnusableFolder on all processes if one of them sees another folder than the main
+  process.
 
   Args:
     workdir: Run folder, which the main process has made.
@@ -38,7 +39,7 @@ def check(workdir: pathlib.Path, *, named: str = "--workdir") -> None:
       own.unlink()
   if problem:
     raise processes.of_all(
-      claim.Unusable(
+      folder_lock.UnusableFolder(
         f"{named}={workdir} is not one folder that all processes share: {problem}. All hosts must"
         " mount the same storage there: NFS, Lustre, Filestore, or a bucket by gcsfuse"
       )

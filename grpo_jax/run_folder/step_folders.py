@@ -41,7 +41,7 @@ class Folders(Protocol):
     """Reads the info.json of a complete checkpoint.
 
     Raises:
-      Unusable: The file is missing or cannot be understood.
+      UnusableCheckpoint: The file is missing or cannot be understood.
       OSError, CheckpointError: The file cannot be read.
     """
     ...
@@ -155,7 +155,7 @@ class OnDisk:
 
   def unreadable(self, step: int, reason: str) -> Exception:
     del step
-    return stored_leaves.Unusable(f"its arrays cannot be read: {reason}")
+    return stored_leaves.UnusableCheckpoint(f"its arrays cannot be read: {reason}")
 
   def delete(self, step: int) -> None:
     path = self.path(step)

@@ -54,8 +54,8 @@ class StepRecord:
 
 
 @dataclasses.dataclass(frozen=True)
-class Books:
-  """Records steps: books.record(record) writes the metrics of a step and returns them.
+class StepRecorder:
+  """Records steps: recorder.record(record) writes the metrics of a step and returns them.
 
   Attributes:
     logger: Writes metrics and rollouts, and prints lines.
@@ -78,7 +78,7 @@ class Books:
 
   logger: Logger
   timer: timing.Timer
-  compilations: compiling.Watch
+  compilations: compiling.CompilationMonitor
   signal_watch: learning_signal.Watch
   first_step: int
   shaping: shaping.Shaping

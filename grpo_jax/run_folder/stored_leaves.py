@@ -16,11 +16,11 @@ import numpy as np
 from grpo_jax.values import json_text
 
 
-class Unusable(Exception):
+class UnusableCheckpoint(Exception):
   """A checkpoint cannot be used; the message says why."""
 
 
-class OtherState(Unusable):
+class OtherState(UnusableCheckpoint):
   """A checkpoint is intact but belongs to another model or optimizer."""
 
 
@@ -41,7 +41,8 @@ def read(file: pathlib.Path) -> Info:
   """Reads info.json.
 
   Raises:
-    Unusable: The file is missing or cannot be parsed, or a field is missing or has the wrong type.
+    UnusableCheckpoint: The file is missing or cannot be parsed, or a field is missing or has the
+      wrong type.
     PermissionError: The file exists but may not be read.
   """
   try:
@@ -49,25 +50,25 @@ def read(file: pathlib.Path) -> Info:
   except PermissionError:
     raise
   except OSError as error:
-    raise Unusable(f"{file.name} cannot be read: {error.strerror}") from error
+    raise UnusableCheckpoint(f"{file.name} cannot be read: {error.strerror}") from error
 
 
 def parsed(content: bytes) -> Info:
   """Returns what the content of an info.json says.
 
   Raises:
-    Unusable: The text cannot be parsed, or a field is missing or has the wrong type.
+    UnusableCheckpoint: The text cannot be parsed, or a field is missing or has the wrong type.
   """
   try:
     stored = json_text.parsed(content)
   except ValueError as error:
-    raise Unusable(f"info.json cannot be parsed: {error}") from error
+    raise UnusableCheckpoint(f"info.json cannot be parsed: {error}") from error
   if not isinstance(stored, dict):
-    raise Unusable(f"info.json holds {_kind(stored)}, not an object")
+    raise UnusableCheckpoint(f"info.json holds {_kind(stored)}, not an object")
   for name, kind in {"step": int, "metrics": dict, "extra": dict, "leaves": dict}.items():
     value = stored.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
-      raise Unusable(f"{name!r} in info.json is {_kind(value)}, not {_ARTICLES[kind]}")
+      raise UnusableCheckpoint(f"{name!r} in info.json is {_kind(value)}, not {_ARTICLES[kind]}")
   leaves = {name: _leaf(name, entry) for name, entry in stored["leaves"].items()}
   return Info(stored["step"], stored["metrics"], stored["extra"], leaves)
 
@@ -86,10 +87,12 @@ def check_stored(stored: Leaves, listed: Leaves) -> None:
   """Compares the arrays in a checkpoint with those that its info.json lists.
 
   Raises:
-    Unusable: The arrays differ; the message names the first differences.
+    UnusableCheckpoint: The arrays differ; the message names the first differences.
   """
   if stored != listed:
-    raise Unusable(f"its arrays are not those that info.json lists: {_unlike(stored, listed)}")
+    raise UnusableCheckpoint(
+      f"its arrays are not those that info.json lists: {_unlike(stored, listed)}"
+    )
 
 
 def _leaf(name: str, entry: Any) -> tuple[tuple[int, ...], str]:
@@ -101,7 +104,9 @@ def _leaf(name: str, entry: Any) -> tuple[tuple[int, ...], str]:
       raise TypeError
     return tuple(shape), dtype
   except (TypeError, ValueError) as error:
-    raise Unusable(f"leaf {name!r} in info.json is {entry!r:.80}, not [shape, dtype]") from error
+    raise UnusableCheckpoint(
+      f"leaf {name!r} in info.json is {entry!r:.80}, not [shape, dtype]"
+    ) from error
 
 
 def _unlike(present: Mapping[str, Any], expected: Mapping[str, Any], limit: int = 5) -> str:

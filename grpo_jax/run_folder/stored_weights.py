@@ -82,7 +82,7 @@ def _info(folder: pathlib.Path) -> stored_leaves.Info:
     return stored_leaves.read(folder / "info.json")
   except PermissionError as error:
     raise WeightsError(f"{error.filename} may not be read: {error.strerror}") from error
-  except stored_leaves.Unusable as error:
+  except stored_leaves.UnusableCheckpoint as error:
     raise WeightsError(f"{folder} cannot be used: {error}") from error
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from grpo_jax import interrupts, processes
 from grpo_jax.files import atomic, cache, remote
-from grpo_jax.run_folder import claim, url_steps
+from grpo_jax.run_folder import folder_lock, url_steps
 from grpo_jax.values import json_text
 
 LOCK = "lock.json"  # at the URL: which run writes there.
@@ -70,7 +70,7 @@ class UrlRun:
     """
     self.folder = local_folder(url)
     self._url = url
-    self._place = remote.Place(url, attempts=ATTEMPTS)
+    self._place = remote.RemoteFolder(url, attempts=ATTEMPTS)
     self._token = uuid.uuid4().hex
     self._identity = ""  # of the local folder.
     self._copied: dict[str, tuple[int, int]] = {}  # size and time (ns) of files when copied.
@@ -138,7 +138,7 @@ class UrlRun:
     for path in self.folder.iterdir():
       if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
-      elif path.name not in (claim.LOCK, _STATE):
+      elif path.name not in (folder_lock.LOCK, _STATE):
         path.unlink()
     self._copied = {}
     self._remember(identity)
@@ -153,7 +153,8 @@ class UrlRun:
       "since": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
     content = json.dumps(lock).encode()
-    if remote.Place(self._url, attempts=2).create(LOCK, content):  # soon: rights may be missing.
+    # soon: rights may be missing.
+    if remote.RemoteFolder(self._url, attempts=2).create(LOCK, content):
       return
     held = self._json(LOCK)
     if held.get("copy") == own:  # its process has ended: this one has the lock of the folder.
@@ -296,7 +297,7 @@ class UrlRun:
 def opened(url: str, stop: Any = False) -> Iterator[UrlRun]:
   """Opens the run folder at a URL for the block; errors as of `workdirs.opened`."""
   run = processes.together(lambda: UrlRun(url), what="opening the storage of the run folder")
-  with claim.claimed_by_main(run.folder):
+  with folder_lock.claimed_by_main(run.folder):
     identity, reason = "", None
     if processes.is_main():
       _log.info("run folder: %s; working in %s", remote.shown(url), run.folder)
@@ -306,7 +307,7 @@ def opened(url: str, stop: Any = False) -> Iterator[UrlRun]:
         reason = str(error)
     identity, reason = processes.exchange([identity, reason], what="the run folder")[0]
     if reason:
-      raise processes.of_all(claim.Unusable(reason))
+      raise processes.of_all(folder_lock.UnusableFolder(reason))
     if not processes.is_main():
       run.follow(identity)
       yield run

@@ -27,7 +27,7 @@ class AtUrl:
 
   def __init__(
     self,
-    place: remote.Place,
+    place: remote.RemoteFolder,
     *,
     check: Callable[[], Any] = lambda: None,
     prepare: Callable[[], Any] = lambda: None,
@@ -64,7 +64,7 @@ class AtUrl:
   def info(self, step: int) -> stored_leaves.Info:
     content = self._info(step)
     if content is None:
-      raise stored_leaves.Unusable("info.json is missing")
+      raise stored_leaves.UnusableCheckpoint("info.json is missing")
     return stored_leaves.parsed(content)
 
   def metrics(self, step: int) -> dict[str, float]:

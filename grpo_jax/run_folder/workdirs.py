@@ -12,19 +12,19 @@ from typing import Any
 
 from grpo_jax import processes
 from grpo_jax.files import local_paths
-from grpo_jax.run_folder import claim, shared_folder, stored_steps
+from grpo_jax.run_folder import folder_lock, shared_folder, stored_steps
 
 # The runs at URLs that this process has opened, by their local folders.
 _at_urls: dict[pathlib.Path, Any] = {}
 
 
 def check(workdir: str | os.PathLike[str] | None) -> None:
-  """Raises Unusable if a run folder is a URL that cannot be used; asks no network."""
+  """Raises UnusableFolder if a run folder is a URL that cannot be used; asks no network."""
   if local_paths.is_url(workdir):
     from grpo_jax.files import remote  # only here: most runs need no fsspec.
 
     if reason := _not_written(workdir) or remote.problem("--workdir", workdir):
-      raise claim.Unusable(reason)
+      raise folder_lock.UnusableFolder(reason)
 
 
 def _not_written(url: str) -> str | None:
@@ -102,7 +102,7 @@ def opened(
     The local folder that the run works in.
 
   Raises:
-    Unusable: On entering: the folder cannot be used, or another process uses it.
+    UnusableFolder: On entering: the folder cannot be used, or another process uses it.
     Stopped: On entering: the run is asked to end.
     RemoteError: On leaving: the URL does not hold the end of the run.
   """
@@ -115,12 +115,12 @@ def opened(
       yield run.folder
     return
   folder = local_paths.checked("workdir", workdir)
-  is_new = not claim.holds_anything(folder)
-  with claim.claimed_by_main(folder, named=named):
+  is_new = not folder_lock.holds_anything(folder)
+  with folder_lock.claimed_by_main(folder, named=named):
     try:
       shared_folder.check(folder, named=named)
       yield folder
     except BaseException:
       if is_new and processes.is_main():
-        claim.remove_unused(folder)
+        folder_lock.remove_unused(folder)
       raise

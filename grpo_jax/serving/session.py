@@ -24,23 +24,23 @@ from grpo_jax.models.chat import tool_calls
 from grpo_jax.models.chat.template import Tool
 from grpo_jax.serving import requests, turns
 from grpo_jax.serving.answers import Answer, Finish
-from grpo_jax.serving.asking import Asker
+from grpo_jax.serving.request_scheduling import RequestScheduler
 from grpo_jax.serving.requests import ChatRequest, Message, Options, RequestError, TextRequest
-from grpo_jax.serving.turns import Turn, Turns
+from grpo_jax.serving.turns import SampledTurn, TurnIndex
 from grpo_jax.types import FinishReason
 
 _log = logging.getLogger(__name__)
 
-ToolForm = str | tool_calls.Parser
+ToolForm = str | tool_calls.CallParser
 # Exceptions that end what is in progress, in our code or in that of a client library.
 ENDINGS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Policy:
+class ServedPolicy:
   """What answers for the policy, and the options that are the same for all conversations."""
 
-  asker: Asker
+  scheduler: RequestScheduler
   tokenizer: Tokenizer
   sampling: SamplingParams  # `max_tokens` bounds a completion.
   max_tokens: int | None  # bound of prompt and completion; None: no bound here.
@@ -58,7 +58,7 @@ class _Asked:
   """The prompt of a request, and how it came about."""
 
   ids: Int[np.ndarray, " prompt"]
-  parent: Turn | None
+  parent: SampledTurn | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Session:
 
   def __init__(
     self,
-    policy: Policy,
+    policy: ServedPolicy,
     *,
     name: str,
     number: int = 0,
@@ -130,11 +130,11 @@ class Session:
     self._first_messages = tuple(first_messages)
     self._first_tools = tuple(first_tools)
     self._stop_strings = tuple(stop_strings)
-    self._turns = Turns(kept=kept_turns)
-    self._asked: collections.Counter[bytes | Turn | None] = collections.Counter()
+    self._turns = TurnIndex(kept=kept_turns)
+    self._asked: collections.Counter[bytes | SampledTurn | None] = collections.Counter()
 
   @property
-  def turns(self) -> list[Turn]:
+  def turns(self) -> list[SampledTurn]:
     """All turns that are kept, in the order in which they ended."""
     return self._turns.all
 
@@ -183,11 +183,11 @@ class Session:
     self._keep(turn, asked, text="" if text is None else text + content)
     return self._answer(turn, asked, {"content": content}, _finish(turn.generation))
 
-  def _keep(self, turn: Turn, asked: _Asked, *, text: str = "") -> None:
+  def _keep(self, turn: SampledTurn, asked: _Asked, *, text: str = "") -> None:
     if forgotten := self._turns.keep(turn, asked.ids, text=text):
       del self._asked[forgotten]
 
-  def last_chain(self) -> list[Turn]:
+  def last_chain(self) -> list[SampledTurn]:
     """Returns the turns of the chain that was asked for last; empty if nothing was sampled."""
     return max(self.turns, key=lambda turn: turn.number).chain() if self.turns else []
 
@@ -205,7 +205,7 @@ class Session:
           return None
     return None
 
-  def _suffixed(self, turn: Turn, request: ChatRequest, count: int) -> _Asked:
+  def _suffixed(self, turn: SampledTurn, request: ChatRequest, count: int) -> _Asked:
     """Returns the tokens of a turn, and those of the messages after its answer."""
     rest, before = request.messages[count:], turn.token_ids
     self._check_length(rest, used=len(before))
@@ -285,7 +285,7 @@ class Session:
 
   # --- sampling ---
 
-  async def _sample(self, asked: _Asked, options: Options) -> Turn:
+  async def _sample(self, asked: _Asked, options: Options) -> SampledTurn:
     """Samples the completion of a prompt; the turn is not kept yet.
 
     Raises:
@@ -313,7 +313,7 @@ class Session:
         group=self._name.rpartition("#")[0],
       )
       try:
-        generation = await self._policy.asker.sample(asking, of=self.number)
+        generation = await self._policy.scheduler.sample(asking, of=self.number)
       except (RequestError, *ENDINGS):
         raise
       except BaseException as error:
@@ -321,7 +321,7 @@ class Session:
       if generation.finish_reason is FinishReason.ABORT:
         raise RequestError("the engine gave up on the request", status=503, kind="server_error")
     depth = 0 if asked.parent is None else asked.parent.depth + 1
-    return Turn(number, len(asked.ids), generation, asked.parent, depth, is_own)
+    return SampledTurn(number, len(asked.ids), generation, asked.parent, depth, is_own)
 
   @contextlib.contextmanager
   def _seeded(self, asked: _Asked) -> Iterator[tuple[int, bool]]:
@@ -379,7 +379,7 @@ class Session:
     return content
 
   def _answer(
-    self, turn: Turn, asked: _Asked, message: Mapping[str, Any], finish: Finish
+    self, turn: SampledTurn, asked: _Asked, message: Mapping[str, Any], finish: Finish
   ) -> Answer:
     return Answer(
       name=turn.generation.request_id,

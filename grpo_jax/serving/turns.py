@@ -15,21 +15,22 @@ from grpo_jax.serving.requests import ChatRequest, Message
 
 
 @dataclasses.dataclass(eq=False)
-class Turn:
+class SampledTurn:
   """One completion, and the turn that its prompt continues."""
 
   number: int  # of its request in the session, from 0.
   prompt_length: int  # tokens that the policy read.
   generation: Generation
-  parent: "Turn | None"  # its prompt begins with all tokens of this turn.
+  parent: "SampledTurn | None"  # its prompt begins with all tokens of this turn.
   depth: int  # number of turns before it in its chain.
   is_own: bool = False  # whether it is of the attempt's own conversation.
   messages: int = 0  # of the conversation, without the answer; 0: a text completion.
   reasoning: str = ""  # thoughts of the answer, if they were separated from its content.
   key: bytes = b""  # of the conversation with the answer.
   characters: int = 0  # of prompt and answer, if it is a text completion.
-  kept: "Kept[Turn] | None" = None  # its tokens in the session.
-  kept_text: "Kept[Turn] | None" = None  # the characters of a text completion in the session.
+  kept: "Kept[SampledTurn] | None" = None  # its tokens in the session.
+  # the characters of a text completion in the session.
+  kept_text: "Kept[SampledTurn] | None" = None
 
   @property
   def token_ids(self) -> Int[np.ndarray, " tokens"]:
@@ -42,7 +43,7 @@ class Turn:
     """All tokens that the policy read."""
     return self.token_ids[: self.prompt_length]
 
-  def chain(self) -> "list[Turn]":
+  def chain(self) -> "list[SampledTurn]":
     """Returns the turns from the first one to this one."""
     found, turn = [], self
     while turn is not None:
@@ -59,7 +60,7 @@ class Turn:
     )
 
 
-class Turns:
+class TurnIndex:
   """The turns of a session."""
 
   def __init__(self, *, kept: int | None):
@@ -68,23 +69,23 @@ class Turns:
     Args:
       kept: Number of newest turns that are kept; None: all.
     """
-    self.all: list[Turn] = []
-    self.by_key: dict[bytes, Turn] = {}
+    self.all: list[SampledTurn] = []
+    self.by_key: dict[bytes, SampledTurn] = {}
     self._kept = kept
-    self._tokens: Prefixes[Turn] = Prefixes()
-    self._texts: Prefixes[Turn] = Prefixes()  # of text completions.
+    self._tokens: Prefixes[SampledTurn] = Prefixes()
+    self._texts: Prefixes[SampledTurn] = Prefixes()  # of text completions.
 
-  def begun_by(self, ids: Int[np.ndarray, " prompt"]) -> Turn | None:
+  def begun_by(self, ids: Int[np.ndarray, " prompt"]) -> SampledTurn | None:
     """Returns the longest turn whose tokens are a prefix of the prompt, if there is one."""
     return self._tokens.longest(ids)
 
-  def begun_by_text(self, prompt: str) -> Turn | None:
+  def begun_by_text(self, prompt: str) -> SampledTurn | None:
     """Returns the longest text completion whose text is a prefix of the prompt, if there is one."""
     return self._texts.longest(_code_points(prompt))
 
   def keep(
-    self, turn: Turn, prompt_ids: Int[np.ndarray, " prompt"], *, text: str = ""
-  ) -> Turn | None:
+    self, turn: SampledTurn, prompt_ids: Int[np.ndarray, " prompt"], *, text: str = ""
+  ) -> SampledTurn | None:
     """Keeps a turn that has been sampled.
 
     Args:
@@ -111,7 +112,7 @@ class Turns:
     self._forget(forgotten)
     return forgotten
 
-  def _forget(self, turn: Turn) -> None:
+  def _forget(self, turn: SampledTurn) -> None:
     if self.by_key.get(turn.key) is turn:
       del self.by_key[turn.key]
     if turn.kept is not None:

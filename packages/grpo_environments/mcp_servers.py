@@ -76,7 +76,7 @@ def open_servers(servers: Mapping[str, Any], stack: contextlib.ExitStack) -> lis
   """
   found: list[Tool] = []
   for name, settings in servers.items():
-    server = _Server(name, _options(name, settings))
+    server = _McpServer(name, _options(name, settings))
     stack.callback(server.close)
     found += server.start()
   return found
@@ -93,7 +93,7 @@ def _options(name: str, settings: Any) -> ServerOptions:
   return ServerOptions(**settings)
 
 
-class _Server:
+class _McpServer:
   """A server and the thread that speaks with it."""
 
   def __init__(self, name: str, options: ServerOptions):

@@ -34,7 +34,7 @@ from grpo_jax.environments.base import (
 )
 from grpo_jax.environments.isolation import EnvironmentFailure
 from grpo_jax.environments.scoring import formats
-from grpo_jax.environments.scoring.client import EndpointClient, Patience
+from grpo_jax.environments.scoring.client import EndpointClient, EndpointRetryPolicy
 from grpo_jax.environments.scoring.failures import (
   EndpointError,
   EndpointRefused,
@@ -66,7 +66,7 @@ class Options:
   fields: Mapping[str, Any]
 
 
-class Server:
+class ResourcesServer:
   """One resources server."""
 
   def __init__(self, url: str, client: EndpointClient):
@@ -108,7 +108,7 @@ class Server:
 class NemoGymEnvironments(EnvironmentFactory):
   """Makes the environments, which share the connections."""
 
-  def __init__(self, servers: Mapping[str, Server], *, agent: str, options: Options):
+  def __init__(self, servers: Mapping[str, ResourcesServer], *, agent: str, options: Options):
     """Makes no connection.
 
     Args:
@@ -125,9 +125,9 @@ class NemoGymEnvironments(EnvironmentFactory):
     row = {**self._options.fields, **row_of(prompt)}
     server = self._server_of(row)
     server.check()
-    session = Session(row, server, self._options)
+    session = GymSession(row, server, self._options)
     if self.is_agent:
-      return Attempt(session, prompt, self._agent)
+      return GymAttempt(session, prompt, self._agent)
     if tools := row["responses_create_params"].get("tools"):
       raise ValueError(
         f"prompt {prompt.prompt_id}: the row declares {len(tools)} tools, which single_turn"
@@ -149,7 +149,7 @@ class NemoGymEnvironments(EnvironmentFactory):
     for server in self._servers.values():
       server.client.close()
 
-  def _server_of(self, row: Mapping[str, Any]) -> Server:
+  def _server_of(self, row: Mapping[str, Any]) -> ResourcesServer:
     agent = row.get("agent_ref")
     name = str(agent.get("name", "")) if isinstance(agent, Mapping) else ""
     server = self._servers.get(name) or self._servers.get("")
@@ -160,10 +160,10 @@ class NemoGymEnvironments(EnvironmentFactory):
     return server
 
 
-class Session:
+class GymSession:
   """What one attempt says to its resources server."""
 
-  def __init__(self, row: Mapping[str, Any], server: Server, options: Options):
+  def __init__(self, row: Mapping[str, Any], server: ResourcesServer, options: Options):
     self.row = row
     self.server = server
     self.options = options
@@ -227,10 +227,10 @@ class Session:
     return StepResult(reward, done=True, metrics={**accuracy, **metrics})
 
 
-class Attempt:
+class GymAttempt:
   """An attempt that holds a conversation, in the way of one of NeMo Gym's agents."""
 
-  def __init__(self, session: Session, prompt: Prompt, agent: str):
+  def __init__(self, session: GymSession, prompt: Prompt, agent: str):
     self._session = session
     self._messages: list[Message] = list(prompt.messages)
     self._tools = [_chat_tool(tool) for tool in session.params.get("tools") or ()]
@@ -436,7 +436,7 @@ def make(
     raise ValueError("url must be the address of a resources server of NeMo Gym")
   choose("agent", agent, dict.fromkeys(_AGENTS))
   choose("thoughts", thoughts, dict.fromkeys(("reasoning", "text")))
-  patience = Patience(
+  patience = EndpointRetryPolicy(
     timeout_s=timeout_s,
     total_timeout_s=total_timeout_s,
     retries=retries,
@@ -449,7 +449,8 @@ def make(
   given = {**(urls or {}), **({"": url} if url else {})}
   found = {name: addresses.address(one.rstrip("/")) for name, one in given.items()}
   servers = {
-    name: Server(one, EndpointClient(one, patience, secret=secret)) for name, one in found.items()
+    name: ResourcesServer(one, EndpointClient(one, patience, secret=secret))
+    for name, one in found.items()
   }
   options = Options(
     max_steps=max_steps, thoughts=thoughts, solved_reward=solved_reward, fields=fields or {}

@@ -24,7 +24,7 @@ from grpo_environments.policy_client import Message, PolicyClient
 from grpo_jax import registry
 from grpo_jax.environments.base import Endpoint, EnvironmentFactory, StepResult
 from grpo_jax.environments.isolation import EnvironmentFailure
-from grpo_jax.environments.scoring.client import EndpointClient, Patience
+from grpo_jax.environments.scoring.client import EndpointClient, EndpointRetryPolicy
 from grpo_jax.environments.scoring.failures import EndpointError, EndpointRefused
 from grpo_jax.http import addresses, redaction
 from grpo_jax.models.chat import untrusted_json
@@ -56,7 +56,7 @@ class Options:
   timeout_s: float
 
 
-class Server:
+class OpenEnvServer:
   """One OpenEnv server."""
 
   def __init__(self, url: str, client: EndpointClient, *, key: str | None, concurrency: int):
@@ -104,7 +104,7 @@ class OpenEnvEnvironments(EnvironmentFactory):
 
   is_agent = True
 
-  def __init__(self, server: Server, options: Options):
+  def __init__(self, server: OpenEnvServer, options: Options):
     self._server = server
     self._options = options
 
@@ -119,7 +119,9 @@ class OpenEnvEnvironments(EnvironmentFactory):
 class Episode:
   """One attempt: an episode of the server's environment."""
 
-  def __init__(self, prompt: Prompt, server: Server, options: Options, schema: Mapping[str, Any]):
+  def __init__(
+    self, prompt: Prompt, server: OpenEnvServer, options: Options, schema: Mapping[str, Any]
+  ):
     self._prompt = prompt
     self._server = server
     self._options = options
@@ -140,7 +142,7 @@ class Episode:
         return await self._play(policy, session, seen)
 
   async def _play(
-    self, policy: PolicyClient, session: "_Session", seen: Mapping[str, Any]
+    self, policy: PolicyClient, session: "_EpisodeConnection", seen: Mapping[str, Any]
   ) -> StepResult:
     messages = _opening(self._prompt, self._show(seen))
     reward, steps, bad = float(seen.get("reward") or 0.0), 0, 0
@@ -171,10 +173,10 @@ class Episode:
     return self._options.show(observation if isinstance(observation, Mapping) else {})
 
 
-class _Session:
+class _EpisodeConnection:
   """A connection, in which every request has one answer."""
 
-  def __init__(self, server: Server, socket: aiohttp.ClientWebSocketResponse):
+  def __init__(self, server: OpenEnvServer, socket: aiohttp.ClientWebSocketResponse):
     self._server = server
     self._socket = socket
 
@@ -219,7 +221,7 @@ class _Session:
 
 
 @contextlib.asynccontextmanager
-async def _session(server: Server) -> AsyncIterator[_Session]:
+async def _session(server: OpenEnvServer) -> AsyncIterator[_EpisodeConnection]:
   """Opens a session of the server.
 
   Raises:
@@ -235,7 +237,7 @@ async def _session(server: Server) -> AsyncIterator[_Session]:
       said = server.shown(f"{type(error).__name__}: {error}")
       raise EnvironmentFailure("EndpointUnreachable", f"{address}: {said}") from None
     async with socket:
-      yield _Session(server, socket)
+      yield _EpisodeConnection(server, socket)
 
 
 @contextlib.asynccontextmanager
@@ -319,7 +321,7 @@ def make(
   """
   address = addresses.address(url.rstrip("/"))
   key = addresses.key(api_key_env)
-  patience = Patience(timeout_s=timeout_s, total_timeout_s=timeout_s, backoff_s=0.1)
+  patience = EndpointRetryPolicy(timeout_s=timeout_s, total_timeout_s=timeout_s, backoff_s=0.1)
   options = Options(
     reset=reset or {},
     make_action=registry.function(action) if action else action_of,
@@ -329,7 +331,7 @@ def make(
     timeout_s=timeout_s,
   )
   client = EndpointClient(address, patience, secret=key)
-  server = Server(address, client, key=key, concurrency=concurrency)
+  server = OpenEnvServer(address, client, key=key, concurrency=concurrency)
   return OpenEnvEnvironments(server, options)
 
 

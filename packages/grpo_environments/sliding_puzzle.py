@@ -134,7 +134,7 @@ def puzzle(
   }
 
 
-class Outcome(NamedTuple):
+class MoveOutcome(NamedTuple):
   """The result of one action."""
 
   kind: str  # "moved", "refused", "viewed", "unreadable".
@@ -142,20 +142,20 @@ class Outcome(NamedTuple):
   message: str
 
 
-def act(board: Board, text: str) -> Outcome:
+def act(board: Board, text: str) -> MoveOutcome:
   """Applies the last `<action>…</action>` of a turn; case and extra blanks do not matter."""
   found = _ACTION.findall(text)
   if not found:
     hint = "Invalid response format, no move made. Try this: <action>your_action</action>"
-    return Outcome("unreadable", board, f"{render(board)}\n\n{hint}")
+    return MoveOutcome("unreadable", board, f"{render(board)}\n\n{hint}")
   action = " ".join(found[-1].lower().split())
   if action == "view":
-    return Outcome("viewed", board, f"{render(board)}\n\nViewing the board. No move made.")
+    return MoveOutcome("viewed", board, f"{render(board)}\n\nViewing the board. No move made.")
   place, done, refusal = _meant(board, action)
   if place not in neighbours(board):
-    return Outcome("refused", board, refusal)
+    return MoveOutcome("refused", board, refusal)
   row, column = place
-  return Outcome("moved", slide(board, place), f"Slid tile {board[row][column]} {done}.")
+  return MoveOutcome("moved", slide(board, place), f"Slid tile {board[row][column]} {done}.")
 
 
 def _meant(board: Board, action: str) -> tuple[tuple[int, int], str, str]:

@@ -97,7 +97,7 @@ class VerifiersEnvironments(EnvironmentFactory):
     self._lock = threading.Lock()
     self._running: dict[str, tuple[Running, Any]] = {}
 
-  def __call__(self, prompt: Prompt) -> "Attempt":
+  def __call__(self, prompt: Prompt) -> "VerifiersAttempt":
     source = prompt.info.get(FIELD)
     if not isinstance(source, Mapping):
       raise ValueError(
@@ -106,7 +106,7 @@ class VerifiersEnvironments(EnvironmentFactory):
       )
     if self._name is not None and source["id"] != self._name:
       raise ValueError(f"the row is of the environment {source['id']!r}, not {self._name!r}")
-    return Attempt(self, source)
+    return VerifiersAttempt(self, source)
 
   async def attempt(self, source: Mapping[str, Any], endpoint: Endpoint) -> StepResult:
     """Makes an attempt at a row's task."""
@@ -134,7 +134,7 @@ class VerifiersEnvironments(EnvironmentFactory):
       await running.close()
 
 
-class Attempt:
+class VerifiersAttempt:
   """One attempt at a task."""
 
   def __init__(self, factory: VerifiersEnvironments, source: Mapping[str, Any]):
@@ -152,7 +152,7 @@ class Attempt:
     """Does nothing; the environment cleans up after each attempt itself."""
 
 
-class Rows:
+class TaskRows:
   """The tasks of an environment as rows; see `rows`."""
 
   def __init__(self, name: str, args: Mapping[str, Any], split: str, size: int, label: str | None):
@@ -171,7 +171,7 @@ class Rows:
     return f"{self.name}:{number + 1}"
 
 
-def rows(config: Any) -> Rows:
+def rows(config: Any) -> TaskRows:
   """Opens the tasks of an environment: a kind of data, for `data.kind`.
 
   Args:
@@ -188,7 +188,7 @@ def rows(config: Any) -> Rows:
     raise ValueError("data.task must be the name of an environment of verifiers, or its module")
   if split not in _SPLITS:
     raise ValueError(f"data.split must be one of {', '.join(_SPLITS)}, got {split!r}")
-  return Rows(config.task, dict(config.task_args), split, config.size, config.name)
+  return TaskRows(config.task, dict(config.task_args), split, config.size, config.name)
 
 
 def make(

@@ -120,14 +120,14 @@ def _prepare() -> None:
 
 
 def _plan(options: Any, rest: Sequence[str], arguments: Sequence[str]) -> int:
-  from grpo_plan import asking, compiling, plan, programs, report, topologies, workload
+  from grpo_plan import compiling, plan, plan_request, programs, report, topologies, workload
 
   topology = topologies.parse(options.topology)
   topologies.check_compiler(topology)
-  config = asking.config_of(rest)
+  config = plan_request.config_of(rest)
   with tempfile.TemporaryDirectory() as scratch:
-    model, source = asking.model_of(config, options.model_config, pathlib.Path(scratch))
-    run = asking.run_of(config, model, topology, pathlib.Path(scratch), source=source)
+    model, source = plan_request.model_of(config, options.model_config, pathlib.Path(scratch))
+    run = plan_request.run_of(config, model, topology, pathlib.Path(scratch), source=source)
   folder = None if options.no_cache else compiling.default_folder()
 
   def compile_job(job: Any) -> Any:

@@ -19,11 +19,11 @@ from typing import Any
 
 import jax
 
-from grpo_jax.compilation.programs import Job, explained
+from grpo_jax.compilation.programs import CompileJob, explained
 from grpo_jax.files import atomic
 from grpo_jax.files.cache import default_cache
 from grpo_jax.values import json_text
-from grpo_plan import collectives, target
+from grpo_plan import hlo_collectives, target
 
 _FORM = 2  # of what is kept; a change makes older answers unreadable.
 _COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
@@ -35,7 +35,7 @@ class Moved:
   """Bytes that one device receives in one run of a program.
 
   Attributes:
-    kind: Kind of collective, one of `collectives.KINDS`.
+    kind: Kind of collective, one of `hlo_collectives.KINDS`.
     axes: Axes of the mesh along which the devices exchange data, joined by "+".
     bytes: Bytes that one device receives, in all runs of the program's loops.
     far: Least bytes of these that cross the network, if the devices of a slice or node receive
@@ -93,7 +93,7 @@ def versions() -> dict[str, str]:
 
 
 def compiled(
-  job: Job,
+  job: CompileJob,
   mesh: jax.sharding.Mesh,
   *,
   host: Sequence[Any] | None = None,
@@ -145,7 +145,7 @@ def _digest(lowered: Any, mesh: jax.sharding.Mesh) -> str:
   return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _compile(job: Job, lowered: Any, mesh: jax.sharding.Mesh) -> Compiled:
+def _compile(job: CompileJob, lowered: Any, mesh: jax.sharding.Mesh) -> Compiled:
   began = time.monotonic()
   try:
     made = lowered.compile()
@@ -165,7 +165,7 @@ def _compile(job: Job, lowered: Any, mesh: jax.sharding.Mesh) -> Compiled:
     moved=moved(text, mesh),
     largest=tuple(
       (held.array.nbytes, f"{held.array.dtype}{list(held.array.shape)}", held.source)
-      for held in collectives.largest(text)
+      for held in hlo_collectives.largest(text)
     ),
     compile_s=took,
   )
@@ -184,8 +184,8 @@ def moved(
   sizes = {str(axis): size for axis, size in mesh.shape.items()}
   places = [(place or target.place_of)(device) for device in mesh.devices.flat]
   total: dict[tuple[str, str], list[float]] = {}
-  for one in collectives.collectives(hlo, devices=mesh.size):
-    axes = "+".join(axis for axis in sizes if axis in collectives.axes_of(one.groups, sizes))
+  for one in hlo_collectives.collectives(hlo, devices=mesh.size):
+    axes = "+".join(axis for axis in sizes if axis in hlo_collectives.axes_of(one.groups, sizes))
     share = max(_far_share(one.kind, [places[device] for device in group]) for group in one.groups)
     entry = total.setdefault((one.kind, axes), [0.0, 0.0, 0])
     entry[0] += one.nbytes

@@ -5,16 +5,16 @@ from collections.abc import Callable
 from typing import Any
 
 from grpo_jax.building import checks
-from grpo_jax.compilation.programs import Job
+from grpo_jax.compilation.programs import CompileJob
 from grpo_jax.learn import sharding
 from grpo_jax.models import loading
 from grpo_plan import programs, roofline, search, workload
 from grpo_plan.compiling import Compiled
-from grpo_plan.programs import Run
+from grpo_plan.programs import PlannedRun
 from grpo_plan.roofline import Phase
 from grpo_plan.search import Limit, Point
 from grpo_plan.topologies import Topology
-from grpo_plan.workload import Lengths, Work
+from grpo_plan.workload import Lengths, PhaseWork
 
 _OF_OTHERS = tuple(name for name in programs.OF_BATCHES if name != "update")
 
@@ -54,11 +54,11 @@ class Plan:
     row: The longest row that fits; None: not searched.
   """
 
-  run: Run
+  run: PlannedRun
   topology: Topology
   needs: tuple[Need, ...]
   assumed: Lengths
-  work: tuple[Work, ...]
+  work: tuple[PhaseWork, ...]
   phases: tuple[Phase, ...]
   microbatch: Limit | None = None
   row: Limit | None = None
@@ -88,11 +88,11 @@ class Plan:
     return sharding.replicas(self.run.mesh)
 
 
-Compile = Callable[[Job], Compiled]
+Compile = Callable[[CompileJob], Compiled]
 
 
 def make(
-  run: Run,
+  run: PlannedRun,
   topology: Topology,
   compile_job: Compile,
   *,
@@ -125,7 +125,7 @@ def make(
   return _searched(plan, compile_job) if searches else plan
 
 
-def _need(run: Run, job: Job, compile_job: Compile) -> Need:
+def _need(run: PlannedRun, job: CompileJob, compile_job: Compile) -> Need:
   program = programs.program_of(job.name)
   assert program is not None, job.name
   return Need(program, run.arrays.beside(program), compile_job(job))

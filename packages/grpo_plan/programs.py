@@ -16,7 +16,7 @@ from grpo_kernels.attention import Attention
 from jax.sharding import Mesh
 
 from grpo_jax.building import computation
-from grpo_jax.compilation.programs import Job
+from grpo_jax.compilation.programs import CompileJob
 from grpo_jax.config import ahead_options, lora_options, modes, run_options
 from grpo_jax.config.options import Config
 from grpo_jax.engines import decoding, jax_sampler, local_weights
@@ -112,7 +112,7 @@ OF_BATCHES = ("score", "teacher", "watch", "update")
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class PlannedRun:
   """A run on a mesh of devices that need not exist.
 
   Attributes:
@@ -135,7 +135,7 @@ class Run:
   host: Sequence[Any]
   made: computation.Computation
   arrays: Arrays
-  jobs: tuple[Job, ...]
+  jobs: tuple[CompileJob, ...]
   sizes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   sampler_mesh: Mesh | None = None
   weights_read: int = 0
@@ -168,7 +168,7 @@ class Run:
     return target.assumed(list(self.mesh.devices.flat), self.host)
 
 
-def mesh_of(run: Run, job: Job) -> Mesh:
+def mesh_of(run: PlannedRun, job: CompileJob) -> Mesh:
   """Returns the mesh of a program: that of one host for the sampler's, else that of the run."""
   is_local = program_of(job.name) in ("sampling", "reading prompts")
   return run.sampler_mesh if is_local and run.sampler_mesh is not None else run.mesh
@@ -183,9 +183,9 @@ def program_of(job: str) -> str | None:
   return next((name for name in PROGRAMS if re.fullmatch(rf"{name}( \d.*)?", job)), None)
 
 
-def largest(jobs: Sequence[Job]) -> list[Job]:
+def largest(jobs: Sequence[CompileJob]) -> list[CompileJob]:
   """Returns one job of each program: the one with the most rows × tokens."""
-  best: dict[str, Job] = {}
+  best: dict[str, CompileJob] = {}
   for job in jobs:
     name = program_of(job.name)
     if name is not None and (name not in best or size_of(job.name) > size_of(best[name].name)):
@@ -193,7 +193,7 @@ def largest(jobs: Sequence[Job]) -> list[Job]:
   return list(best.values())
 
 
-def smaller(jobs: Sequence[Job]) -> list[Job]:
+def smaller(jobs: Sequence[CompileJob]) -> list[CompileJob]:
   """Returns the jobs of programs in other shapes than those of `largest`."""
   names = {job.name for job in largest(jobs)}
   return [job for job in jobs if program_of(job.name) is not None and job.name not in names]
@@ -205,7 +205,7 @@ def size_of(job: str) -> int:
   return math.prod(int(word) for word in words if word.isdigit())
 
 
-def adapter_bytes(run: Run, rank: int) -> int:
+def adapter_bytes(run: PlannedRun, rank: int) -> int:
   """Returns the bytes of an adapter of all kernels in float32, on one device.
 
   Args:
@@ -219,7 +219,7 @@ def adapter_bytes(run: Run, rank: int) -> int:
   return bytes_of_device(jax.tree.map(describe, tree, placed))
 
 
-def base_bytes(run: Run, dtype: str) -> int | None:
+def base_bytes(run: PlannedRun, dtype: str) -> int | None:
   """Returns the bytes of a frozen base on one device; None if the mesh cannot split this dtype.
 
   Args:
@@ -251,7 +251,7 @@ def described(
   *,
   host: Sequence[Any] | None = None,
   teacher: ModelConfig | None = None,
-) -> Run:
+) -> PlannedRun:
   """Returns what a run holds and compiles; nothing is compiled for the target.
 
   Args:
@@ -270,8 +270,8 @@ def described(
     made = computation.make(config, model, mesh, run_options.objective(config), teacher=teacher)
     arrays, jobs = _held_by(made), made.jobs()
     if config.engine.name != "jax_sampler" or modes.is_offline(config):
-      return Run(config, model, mesh, host, made, arrays, tuple(jobs))
-    return _with_sampler(Run(config, model, mesh, host, made, arrays, tuple(jobs)))
+      return PlannedRun(config, model, mesh, host, made, arrays, tuple(jobs))
+    return _with_sampler(PlannedRun(config, model, mesh, host, made, arrays, tuple(jobs)))
 
 
 def _held_by(made: computation.Computation) -> Arrays:
@@ -292,7 +292,7 @@ def _held_by(made: computation.Computation) -> Arrays:
   )
 
 
-def _with_sampler(run: Run) -> Run:
+def _with_sampler(run: PlannedRun) -> PlannedRun:
   """Adds the embedded sampler of one host."""
   config, params = run.config, run.made.full
   sizes = run_options.sampler_sizes(config)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from grpo_plan.chips import Chip
 from grpo_plan.compiling import Compiled, Moved
-from grpo_plan.workload import Work
+from grpo_plan.workload import PhaseWork
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Phase:
 
 
 def phases(
-  work: Sequence[Work],
+  work: Sequence[PhaseWork],
   compiled: Mapping[str, Compiled],
   chip: Chip,
   *,
@@ -74,7 +74,9 @@ def phases(
   return [_phase(each, compiled.get(each.program), chip, peak, devices) for each in work]
 
 
-def _phase(work: Work, compiled: Compiled | None, chip: Chip, peak: float, devices: int) -> Phase:
+def _phase(
+  work: PhaseWork, compiled: Compiled | None, chip: Chip, peak: float, devices: int
+) -> Phase:
   moved: Sequence[Moved] = compiled.moved if compiled else ()
   far = work.calls * sum(one.far for one in moved)
   near = work.calls * sum(one.bytes for one in moved) - far

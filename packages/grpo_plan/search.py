@@ -8,8 +8,8 @@ import dataclasses
 from collections.abc import Callable, Iterable
 
 from grpo_jax.batching.packing import Shape
-from grpo_jax.compilation.programs import Job
-from grpo_plan.programs import Run, program_of
+from grpo_jax.compilation.programs import CompileJob
+from grpo_plan.programs import PlannedRun, program_of
 
 _ROUND = 256  # row lengths are multiples of it, as those that a run chooses.
 _MOST_TRIES = 4  # compilations for one answer.
@@ -55,7 +55,7 @@ class Limit:
 Measure = Callable[[int, int], Point]
 
 
-def job_of(run: Run, program: str, rows: int, row_tokens: int, replicas: int) -> Job:
+def job_of(run: PlannedRun, program: str, rows: int, row_tokens: int, replicas: int) -> CompileJob:
   """Returns the compilation of a program of the update for a shape that the run does not plan.
 
   Args:

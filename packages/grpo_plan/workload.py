@@ -18,7 +18,7 @@ from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.models import leaves
 from grpo_jax.models.config import ModelConfig
 from grpo_plan import programs
-from grpo_plan.programs import Run
+from grpo_plan.programs import PlannedRun
 from grpo_plan.topologies import PlanError
 
 # Times that an update reads each weight in the compute dtype: forward, backward, recomputation.
@@ -36,7 +36,7 @@ class Lengths:
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class PhaseWork:
   """One phase of a step, on all devices together.
 
   Attributes:
@@ -89,7 +89,7 @@ def _check_length(name: str, given: int | None, most: int, of: str) -> None:
     )
 
 
-def microbatches(run: Run, assumed: Lengths) -> dict[packing.Shape, int]:
+def microbatches(run: PlannedRun, assumed: Lengths) -> dict[packing.Shape, int]:
   """Returns the microbatches of a step by shape, as the run packs them; all completions count."""
   load = batching_options.load(run.config)
   group = packing.Sizes(assumed.prompt, (assumed.completion,) * load.group)
@@ -122,7 +122,7 @@ def weights_of_layers(model: ModelConfig) -> int:
   return sum(math.prod(leaf.shape) for leaf in layers if len(leaf.shape) > 2)
 
 
-def of_step(run: Run, assumed: Lengths, *, hosts: int) -> list[Work]:
+def of_step(run: PlannedRun, assumed: Lengths, *, hosts: int) -> list[PhaseWork]:
   """Returns the phases of one training step.
 
   Args:
@@ -137,26 +137,26 @@ def of_step(run: Run, assumed: Lengths, *, hosts: int) -> list[Work]:
   if scorings:
     forward = sum(n * _of(forward_cost(run.model), shape) for shape, n in shapes.items())
     read = scorings * count * _gathered(run)
-    found.append(Work("scoring", "score", float(scorings * count), scorings * forward, read))
+    found.append(PhaseWork("scoring", "score", float(scorings * count), scorings * forward, read))
   epochs, cost = run.config.learn.epochs, update_cost(run)
   update = epochs * sum(n * _of(cost, shape) for shape, n in shapes.items())
   reads = _READS[run.config.model.remat]
   each = reads * _gathered(run) + 2 * run.arrays.sums
   calls = float(epochs * count)
-  found.append(Work("update", "update", calls, update, calls * each))
+  found.append(PhaseWork("update", "update", calls, update, calls * each))
   steps = epochs * run.config.learn.minibatches
   state = 2 * (run.arrays.sums + run.arrays.optimizer) + run.arrays.sums
-  found.append(Work("optimizer", "optimizer", float(steps), 0.0, float(steps * state)))
+  found.append(PhaseWork("optimizer", "optimizer", float(steps), 0.0, float(steps * state)))
   if run.is_spread:
     arrays = run.arrays
     program, moved = programs.COPYING, arrays.weights + arrays.sampler
     if arrays.kept:  # then only an adapter moves: read, and written. The base moved once.
       program, moved = programs.COPYING_ADAPTER, 2 * (arrays.sampler - arrays.kept)
-    found.append(Work("weights to the sampler", program, 1.0, 0.0, float(moved)))
+    found.append(PhaseWork("weights to the sampler", program, 1.0, 0.0, float(moved)))
   return found
 
 
-def update_cost(run: Run) -> packing.Cost:
+def update_cost(run: PlannedRun) -> packing.Cost:
   """Returns the operations of a gradient, without those that a frozen base saves.
 
   The gradient of a frozen kernel, or of a frozen head, is one product that is not computed. The
@@ -180,24 +180,24 @@ def _of(cost: packing.Cost, shape: packing.Shape) -> float:
   return shape.rows * cost.row_cost(shape.row_tokens, shape.loss_tokens)
 
 
-def _scorings(run: Run) -> int:
+def _scorings(run: PlannedRun) -> int:
   """Returns how often a step scores its batch before the update."""
   return int(run.made.needs_old) + int(run.made.objective.needs_ref)
 
 
-def _gathered(run: Run) -> float:
+def _gathered(run: PlannedRun) -> float:
   """Returns the bytes of the weights in the compute dtype, as one device gathers them."""
   parts = run.mesh.shape["tensor"]
   size = 2 if run.config.model.compute_dtype == "bfloat16" else 4
   return size * (weights_of_layers(run.model) + _weights_of_head(run)) / parts
 
 
-def _weights_of_head(run: Run) -> int:
+def _weights_of_head(run: PlannedRun) -> int:
   """Returns the number of weights of the head."""
   return run.model.vocab_size * run.model.hidden_size
 
 
-def _sampling(run: Run, assumed: Lengths, hosts: int) -> list[Work]:
+def _sampling(run: PlannedRun, assumed: Lengths, hosts: int) -> list[PhaseWork]:
   """Returns reading the prompts and decoding."""
   config, model = run.config, run.model
   prompts, group = config.rollout.prompts_per_step, run.sizes["group_size"]
@@ -207,7 +207,7 @@ def _sampling(run: Run, assumed: Lengths, hosts: int) -> list[Work]:
   read = prompts * (cost.place * assumed.prompt + cost.pair * pairs)
   calls = math.ceil(prompts / hosts) * assumed.prompt / run.prefill
   of_weights = run.weights_read * math.ceil(calls)
-  reading = Work("reading prompts", "reading prompts", calls, read, float(of_weights))
+  reading = PhaseWork("reading prompts", "reading prompts", calls, read, float(of_weights))
   completions = prompts * group
   context = assumed.prompt + assumed.completion / 2
   token = cost.place + cost.loss_place + cost.pair * context
@@ -216,5 +216,5 @@ def _sampling(run: Run, assumed: Lengths, hosts: int) -> list[Work]:
   cached = rows * (assumed.completion / 2 + assumed.prompt / group) * run.cache_token / parts
   operations = completions * assumed.completion * token
   moved = steps * (run.weights_read + cached)
-  decoding = Work("sampling", "sampling", steps / _CHUNK, operations, float(moved))
+  decoding = PhaseWork("sampling", "sampling", steps / _CHUNK, operations, float(moved))
   return [reading, decoding]

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_sandbox import confine, inside, syscalls
+from grpo_sandbox import confine, fork_server, syscalls
 
 KINDS = ("bubblewrap", "landlock", "limits")
 NONE = "none"  # for graders only: a separate process without restrictions.
@@ -39,7 +39,8 @@ _SCRATCH = "/scratch"  # folder of the program, under bubblewrap.
 _FOLDER = "folder"  # name of the program's folder in the scratch folder of the other kinds.
 _STORE = "/nix/store"
 _SYSTEM = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", _STORE)
-_BOOT = "import sys; sys.path.insert(0, {path!r}); from grpo_sandbox import inside; inside.main()"
+_BOOT = "import sys; sys.path.insert(0, {path!r}); "
+_BOOT += "from grpo_sandbox import fork_server; fork_server.main()"
 _PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _ENVIRONMENT = {"PATH": "/usr/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
@@ -58,7 +59,7 @@ class SandboxError(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ProcessLimits:
   """The limits of one process."""
 
   timeout_s: float = 5.0  # wall time; CPU time is bounded by the next whole second.
@@ -88,7 +89,7 @@ class Launcher:
   def __init__(
     self,
     kind: str,
-    limits: Limits,
+    limits: ProcessLimits,
     *,
     interpreter: str | None = None,
     packages: Sequence[str] = (),
@@ -130,7 +131,7 @@ class Launcher:
       self._check()
 
   def start(self, channel: int, stderr: int = subprocess.DEVNULL) -> "Sandbox":
-    """Starts a sandbox, see `inside`.
+    """Starts a sandbox, see `fork_server`.
 
     Args:
       channel: File descriptor of the sandbox's end of the socket for requests.
@@ -152,7 +153,7 @@ class Launcher:
     return Sandbox(popen, scratch)
 
   def _settings(self, scratch: str | None) -> dict[str, Any]:
-    """Returns the settings of `inside`."""
+    """Returns the settings of `fork_server`."""
     limits = self.limits
     folder = f"{scratch}/{_FOLDER}" if scratch else _SCRATCH
     is_linux = platform.system() == "Linux"
@@ -246,7 +247,7 @@ class Launcher:
       theirs.close()
       try:
         mine.settimeout(_START_S)
-        works = mine.recv(1) == inside.READY
+        works = mine.recv(1) == fork_server.READY
       except TimeoutError:
         works = False
       finally:
@@ -279,7 +280,7 @@ class Sandbox:
     self._popen.wait()
     if self._scratch is not None:
       with contextlib.suppress(OSError):
-        inside.empty(self._scratch)
+        fork_server.empty(self._scratch)
         os.rmdir(self._scratch)
 
 

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from grpo_sandbox import candidate, inside, judge, wire
+from grpo_sandbox import candidate, fork_server, judge, wire
 from grpo_sandbox.launch import Launcher, SandboxError
-from grpo_sandbox.seats import Ending, Seat
+from grpo_sandbox.slots import Ending, SandboxSlot
 
 T = TypeVar("T")
 _GRACE_S = 1.0  # time after a time-out for the judge to count unanswered tests.
@@ -68,8 +68,8 @@ class Supervisor:
     self._launcher = launcher
     self._threads = concurrent.futures.ThreadPoolExecutor(workers, "sandbox")
     self._lock = threading.Lock()
-    self._all: set[Seat] = set()
-    self._free: list[Seat] = []
+    self._all: set[SandboxSlot] = set()
+    self._free: list[SandboxSlot] = []
     self._counts: Counter[str] = Counter()
     self._closed = False
 
@@ -94,18 +94,18 @@ class Supervisor:
   def pids(self) -> list[int]:
     """Returns the process ids of the present sandboxes."""
     with self._lock:
-      return sorted(seat.pid for seat in self._all)
+      return sorted(slot.pid for slot in self._all)
 
   def close(self) -> None:
     """Ends all processes, even in the middle of a check. Later calls do nothing."""
     with self._lock:
       self._closed = True
-      seats = list(self._all)
-    for seat in seats:
-      seat.kill()
+      slots = list(self._all)
+    for slot in slots:
+      slot.kill()
     self._threads.shutdown(cancel_futures=True)
-    for seat in self._free:
-      self._leave(seat)
+    for slot in self._free:
+      self._leave(slot)
     self._free.clear()
 
   def run(self, source: str, stdin: str, timeout_s: float | None = None) -> Output:
@@ -121,11 +121,11 @@ class Supervisor:
     """
     limits = self._launcher.limits
     data = wire.pack(source, candidate.MAX_SOURCE) + stdin.encode(errors="surrogateescape")
-    with self._seat() as seat, seat.child(inside.PROGRAM) as child:
+    with self._slot() as slot, slot.child(fork_server.PROGRAM) as child:
       deadline = time.monotonic() + (timeout_s or limits.timeout_s)
       printed, why = child.exchange(data, limits.output_kib * 1024, deadline)
       child.close()
-      code = seat.exit_code(min(deadline, time.monotonic() + _END_S)) if why is Ending.OK else None
+      code = slot.exit_code(min(deadline, time.monotonic() + _END_S)) if why is Ending.OK else None
     ending = _ending_of(code) if why is Ending.OK else why
     self._count(f"programs_{ending}")
     return Output(ending, printed.decode(errors="replace"))
@@ -146,10 +146,10 @@ class Supervisor:
     except wire.TooLarge as error:
       raise BadTests(f"the tests are too large: {error}") from error
     with (
-      self._seat() as program_seat,
-      self._seat() as judge_seat,
-      program_seat.child(inside.FUNCTIONS) as program,
-      judge_seat.child(inside.JUDGE, program.feed, program.reader) as tests,
+      self._slot() as program_seat,
+      self._slot() as judge_seat,
+      program_seat.child(fork_server.FUNCTIONS) as program,
+      judge_seat.child(fork_server.JUDGE, program.feed, program.reader) as tests,
     ):
       deadline = time.monotonic() + (timeout_s or self._launcher.limits.timeout_s)
       program.close()  # the judge has the pipes now.
@@ -166,31 +166,31 @@ class Supervisor:
     return verdict
 
   @contextlib.contextmanager
-  def _seat(self) -> Iterator["Seat"]:
+  def _slot(self) -> Iterator["SandboxSlot"]:
     """Yields an idle sandbox, or a new one; it is kept if its last child has ended."""
     with self._lock:
-      seat = self._free.pop() if self._free else None
-    if seat is None:
-      seat = Seat(self._launcher)
+      slot = self._free.pop() if self._free else None
+    if slot is None:
+      slot = SandboxSlot(self._launcher)
       self._count("sandboxes")
       with self._lock:
-        self._all.add(seat)
+        self._all.add(slot)
         is_late = self._closed  # close() could not see the new sandbox.
       if is_late:
-        seat.kill()
+        slot.kill()
     try:
-      yield seat
+      yield slot
     finally:
-      if seat.is_fresh:
+      if slot.is_fresh:
         with self._lock:
-          self._free.append(seat)
+          self._free.append(slot)
       else:
-        self._leave(seat)
+        self._leave(slot)
 
-  def _leave(self, seat: "Seat") -> None:
-    seat.end()
+  def _leave(self, slot: "SandboxSlot") -> None:
+    slot.end()
     with self._lock:
-      self._all.discard(seat)
+      self._all.discard(slot)
 
   def _count(self, what: str) -> None:
     with self._lock:

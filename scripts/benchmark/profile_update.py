@@ -26,8 +26,7 @@ import workload as workloads
 
 from grpo_jax import batching
 from grpo_jax.batching import packing
-from grpo_jax.building import computation
-from grpo_jax.building import model as model_building
+from grpo_jax.building import computation, policy_model
 from grpo_jax.commands import cli
 from grpo_jax.compilation import programs
 from grpo_jax.config import batching_options, run_options
@@ -85,7 +84,7 @@ def make_update(
   objective = run_options.objective(typed(config))
   mesh = sharding.make_mesh(data=1, devices=jax.devices()[:1])
   made = computation.make(typed(config), sizes, mesh, objective)
-  trainable, policy = made.begin(model_building.load(loading.read_facts(folder), made.read).params)
+  trainable, policy = made.begin(policy_model.load(loading.read_facts(folder), made.read).params)
   state = train_step.init(trainable, made.tx, shardings=made.trainable_shardings)
   return made.update, state, policy
 

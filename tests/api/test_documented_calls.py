@@ -39,7 +39,7 @@ def tiny_configs(model, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("page", ["docs/python_api.md", "README.md"])
 @pytest.mark.long
-def test_the_blocks_that_call_the_api_run_as_they_stand(page, tiny_configs, capsys):
+def test_the_blocks_that_call_the_api_run_unchanged(page, tiny_configs, capsys):
   scope: dict = {"__name__": "documented"}
   found = [text for language, text in blocks(ROOT / page) if language == "python"]
   found = [text for text in found if "grpo_jax.train(" in text or "run." in text]

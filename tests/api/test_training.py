@@ -17,7 +17,7 @@ from grpo_jax.config import data_options, run_options
 from grpo_jax.config.configuration import typed
 from grpo_jax.configuration import ConfigError
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.run_folder import claim
+from grpo_jax.run_folder import folder_lock
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -225,8 +225,8 @@ def test_ctrl_c_in_a_callback_ends_the_run_after_a_checkpoint(model, tmp_path, o
 
 
 def test_a_folder_belongs_to_one_call_at_a_time(call, tmp_path):
-  with claim.claimed(tmp_path / "run"):
-    with pytest.raises(claim.Unusable, match="^workdir=.* is in use by another run"):
+  with folder_lock.claimed(tmp_path / "run"):
+    with pytest.raises(folder_lock.UnusableFolder, match="^workdir=.* is in use by another run"):
       call(tmp_path / "run")
 
 

@@ -48,7 +48,7 @@ def assemble(groups=None, **options):
   return batching.assemble(groups, ones, **({"skip_zero_advantage": False} | options))
 
 
-def test_ages_stand_at_the_places_of_the_loss():
+def test_ages_are_at_the_loss_tokens():
   made = assemble(GROUPS[:1], shapes=(packing.Shape(2, 12, 12),), step=6)
   [batch] = made.minibatches[0].microbatches
   np.testing.assert_array_equal(batch.loss_places[0], [3, 4, 5, 6, 9, 10, *[-1] * 6])

@@ -246,7 +246,7 @@ def test_advantages_of_unscorable_rollouts_are_not_read():
   assert made.minibatches[0].denominators.tokens == 2.0
 
 
-def test_prompts_that_stand_again_are_counted():
+def test_repeated_prompts_are_counted():
   made = assemble([group(4, *[rollout(6)] * 3)], shapes=rows_of(16, 2))
   assert value(made, "repeated_prompt_tokens") == 4.0
   assert value(made, "packing_efficiency") == (16 + 10) / 32

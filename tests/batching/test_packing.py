@@ -24,9 +24,7 @@ def draw(rng, most_groups=9):
 @pytest.mark.parametrize("one_piece", [False, True])
 @pytest.mark.parametrize("replicas", [1, 4])
 @pytest.mark.parametrize("microbatch_tokens", [128, 700, None])
-def test_every_completion_stands_once_in_a_row_of_a_planned_shape(
-  one_piece, replicas, microbatch_tokens
-):
+def test_every_completion_is_in_one_row_of_a_planned_shape(one_piece, replicas, microbatch_tokens):
   rng = np.random.default_rng(0)
   for _ in range(10):
     groups, load = draw(rng)

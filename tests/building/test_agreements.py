@@ -22,7 +22,7 @@ def facts_of(**values):
   return agreements._options(a_config(**values))
 
 
-def test_equal_facts_are_no_difference():
+def test_equal_facts_do_not_differ():
   assert agreements.differences([facts_of()] * 3, HOSTS) == []
 
 

@@ -7,12 +7,11 @@ import pytest
 
 import configs.gsm8k
 from grpo_jax import main, report
-from grpo_jax.building import checks
-from grpo_jax.building import model as model_building
+from grpo_jax.building import checks, policy_model
 from grpo_jax.config import configuration, run_options
 from grpo_jax.config.configuration import typed
 from grpo_jax.models import sources, tiny
-from grpo_jax.report import data as report_data
+from grpo_jax.report import run_data
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +33,9 @@ def test_a_wrong_path_ends_with_code_2_and_no_folder(option, path, tmp_path, cap
   workdir = tmp_path / "run"
   command = ["--config=configs/gsm8k.py", f"--config.{option}={path}", f"--workdir={workdir}"]
   assert main.main(command) == 2
-  told = capsys.readouterr()
-  assert told.err.startswith(f"error: the configuration cannot work:\n  - {option}: {path}: ")
-  assert len(told.err.splitlines()) == 2 and told.out == ""
+  reported = capsys.readouterr()
+  assert reported.err.startswith(f"error: the configuration cannot work:\n  - {option}: {path}: ")
+  assert len(reported.err.splitlines()) == 2 and reported.out == ""
   assert not workdir.exists()
 
 
@@ -55,8 +54,8 @@ def test_a_broken_folder_ends_with_code_2_and_no_folder(
   path, workdir = damaged(model, tmp_path, name, content), tmp_path / "run"
   command = ["--config=configs/gsm8k.py", f"--config.model.path={path}"]
   assert main.main([*command, f"--workdir={workdir}"]) == 2
-  told = capsys.readouterr().err
-  assert message in told and len(told.splitlines()) == 2 and "Traceback" not in told
+  reported = capsys.readouterr().err
+  assert message in reported and len(reported.splitlines()) == 2 and "Traceback" not in reported
   assert not workdir.exists()
 
 
@@ -69,14 +68,14 @@ def test_a_model_that_is_there_or_may_be_is_not_refused(model):
 
 def remember(config, folder, found):
   """Does with config.json what `building.build` does."""
-  config = model_building.with_fallback(typed(config), found)
+  config = policy_model.with_fallback(typed(config), found)
   checks.log_differences(typed(config), folder)
   configuration.write(config, folder / "config.json")
 
 
 def test_a_fallback_is_named_in_config_json_and_in_the_report(model, tmp_path):
   config = configs.gsm8k.get_config()
-  found = sources.Found(model, "org/model", "pypi:other", "org/model: cannot be downloaded")
+  found = sources.ResolvedModel(model, "org/model", "pypi:other", "org/model: cannot be downloaded")
   remember(config, tmp_path, found)
   stored = json.loads((tmp_path / "config.json").read_text())
   assert stored["model"]["fallback_taken"] == {
@@ -85,16 +84,16 @@ def test_a_fallback_is_named_in_config_json_and_in_the_report(model, tmp_path):
     "reason": "org/model: cannot be downloaded",
   }
   assert "fallback_taken" not in config.model
-  facts = dict(report.facts(report_data.load(tmp_path)))
+  facts = dict(report.facts(run_data.load(tmp_path)))
   assert facts["trained instead"] == "pypi:other"
   assert facts["because"] == "org/model: cannot be downloaded"
 
 
-def test_a_run_that_goes_on_with_another_model_says_so(model, tmp_path, caplog):
+def test_a_run_that_continues_with_another_model_says_so(model, tmp_path, caplog):
   config = configs.gsm8k.get_config()
-  remember(config, tmp_path, sources.Found(model, "org/model", "org/model"))
+  remember(config, tmp_path, sources.ResolvedModel(model, "org/model", "org/model"))
   assert "fallback_taken" not in (tmp_path / "config.json").read_text()
-  remember(config, tmp_path, sources.Found(model, "org/model", "pypi:other", "gone"))
+  remember(config, tmp_path, sources.ResolvedModel(model, "org/model", "pypi:other", "gone"))
   assert "model.fallback_taken.taken: was absent" in caplog.text
   assert "model.fallback_taken.reason" not in caplog.text
 
@@ -112,13 +111,13 @@ def test_the_run_keeps_the_text_of_its_chat_template(tmp_path, caplog):
     file.write_text(text)
     config = configs.gsm8k.get_config()
     config.model.chat_template = str(file)
-    kept = model_building.with_template(typed(config))
+    kept = policy_model.with_template(typed(config))
     assert kept.model.chat_template == text and config.model.chat_template == str(file)
     checks.log_differences(kept, tmp_path)
     configuration.write(kept, tmp_path / "config.json")
     assert ("model.chat_template: was" in caplog.text) == (number == 2)
   assert "messages }}" in caplog.text and 200 * "x" not in caplog.text
-  assert model_building.with_template(typed(configs.gsm8k.get_config())).model.chat_template is None
+  assert policy_model.with_template(typed(configs.gsm8k.get_config())).model.chat_template is None
 
 
 def test_variables_that_the_run_sets_itself_are_refused():

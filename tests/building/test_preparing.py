@@ -5,11 +5,10 @@ import json
 import pytest
 
 from grpo_jax import main
-from grpo_jax.building import checks
-from grpo_jax.building import model as model_building
+from grpo_jax.building import checks, policy_model
 from grpo_jax.config import base, configuration
 from grpo_jax.data.byte_tokenizer import ByteTokenizer
-from grpo_jax.run_folder import claim, console, workdirs
+from grpo_jax.run_folder import console, folder_lock, workdirs
 from grpo_jax.types import Prompt
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -39,7 +38,7 @@ def folder(tmp_path, monkeypatch):
   """A working folder with rows and a module; a run that looks for its model fails the test."""
   monkeypatch.chdir(tmp_path)
   monkeypatch.syspath_prepend(tmp_path)
-  monkeypatch.setattr(model_building, "find", lambda config: pytest.fail("the model is looked for"))
+  monkeypatch.setattr(policy_model, "find", lambda config: pytest.fail("the model is looked for"))
   (tmp_path / "rows.jsonl").write_text(json.dumps({"problem": "1", "expected_answer": "1"}))
   (tmp_path / "early_rewards.py").write_text(
     "def score(prompt, completion, info): return 1.0\ndef rows(): return [1 / 0]\n"
@@ -82,15 +81,15 @@ def test_only_a_new_folder_without_a_run_is_removed(tmp_path):
 
 
 def test_a_lock_that_was_removed_meanwhile_is_not_held(tmp_path, monkeypatch):
-  try_lock = claim.atomic.try_lock
+  try_lock = folder_lock.atomic.try_lock
 
   def late(lock):
-    claim.remove_unused(tmp_path / "run")  # by a run that ends just now.
+    folder_lock.remove_unused(tmp_path / "run")  # by a run that ends just now.
     return try_lock(lock)
 
-  monkeypatch.setattr(claim.atomic, "try_lock", late)
-  with pytest.raises(claim.Unusable, match="in use by another run"):
-    claim.claimed(tmp_path / "run")
+  monkeypatch.setattr(folder_lock.atomic, "try_lock", late)
+  with pytest.raises(folder_lock.UnusableFolder, match="in use by another run"):
+    folder_lock.claimed(tmp_path / "run")
 
 
 @pytest.mark.parametrize(

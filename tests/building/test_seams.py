@@ -15,7 +15,7 @@ import pytest
 from grpo_jax import batching, train
 from grpo_jax.batching import packing
 from grpo_jax.building import phases
-from grpo_jax.building.run import Run
+from grpo_jax.building.run import TrainingRun
 from grpo_jax.building.schedule import Schedule
 from grpo_jax.groups import credit
 from grpo_jax.learn import sharding
@@ -88,7 +88,7 @@ def test_the_config_ends_where_the_run_is_built():
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "build"
   ]
   assert len(names) == 1 and names[0] is handed_over.args[0]
-  assert "config" not in {field.name for field in dataclasses.fields(Run)}
+  assert "config" not in {field.name for field in dataclasses.fields(TrainingRun)}
 
 
 @pytest.mark.parametrize(

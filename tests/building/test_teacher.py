@@ -12,8 +12,7 @@ import pytest
 import configs.base
 from grpo_jax import batching, train
 from grpo_jax.batching import layout, packing
-from grpo_jax.building import computation, phases, stored
-from grpo_jax.building import teacher as teaching
+from grpo_jax.building import computation, distillation_teacher, phases, stored
 from grpo_jax.config.configuration import ConfigError, typed
 from grpo_jax.data import vocabularies
 from grpo_jax.engines.prompt_scoring import ScoringError
@@ -139,7 +138,7 @@ def test_a_second_model_scores_packed_batches_at_the_temperature_of_sampling(
   config = config_of(sampling__temperature=TEMPERATURE)
   found = stored.find(str(teacher))
   program = computation.make_teacher(typed(config), found.config, mesh)
-  score = teaching.in_trainer(found, program)
+  score = distillation_teacher.in_trainer(found, program)
   of_temperature, rows = expected
   check(
     scores_of(assembled(groups), groups, score, mesh), groups, of_temperature[TEMPERATURE], rows
@@ -162,7 +161,9 @@ def test_a_server_scores_the_same_tokens(groups, expected, mesh, options):
 
   with serving(respond) as server, contextlib.ExitStack() as stack:
     config = config_of(teacher__urls=(server.url,))
-    score = teaching.at_servers(typed(config), mesh=mesh, vocab_size=259, stack=stack, stop=False)
+    score = distillation_teacher.at_servers(
+      typed(config), mesh=mesh, vocab_size=259, stack=stack, stop=False
+    )
     (probed,) = server.requests
     assert max(probed[2]["input_ids"]) == 258
     found = scores_of(assembled(groups, **options), groups, score, mesh)
@@ -174,7 +175,7 @@ def test_a_server_that_is_down_ends_the_build_in_one_line(mesh):
     url = server.url
   settings = {"mesh": mesh, "vocab_size": 259, "stop": False}
   with contextlib.ExitStack() as stack, pytest.raises(ConfigError) as error:
-    teaching.at_servers(config_of(teacher__urls=(url,)), stack=stack, **settings)
+    distillation_teacher.at_servers(config_of(teacher__urls=(url,)), stack=stack, **settings)
   assert str(error.value).startswith(f"teacher.urls: {url}/generate: ")
   assert "\n" not in str(error.value)
 
@@ -188,7 +189,9 @@ def test_a_server_that_fails_later_ends_the_run_with_its_reason(groups, mesh):
 
   with serving(respond) as server, contextlib.ExitStack() as stack:
     config = config_of(teacher__urls=(server.url,), teacher__retries=0)
-    score = teaching.at_servers(typed(config), mesh=mesh, vocab_size=259, stack=stack, stop=False)
+    score = distillation_teacher.at_servers(
+      typed(config), mesh=mesh, vocab_size=259, stack=stack, stop=False
+    )
     with pytest.raises(ScoringError, match="^teacher.urls: a completion was not scored in .*None$"):
       scores_of(assembled(groups), groups, score, mesh)
 
@@ -199,19 +202,19 @@ def test_a_server_that_fails_later_ends_the_run_with_its_reason(groups, mesh):
 def test_a_run_is_a_teacher_too(tmp_path, model, mesh):
   run = stored_runs.write(tmp_path / "run", {3: 0.5, 7: 0.25}, model=model)
   for path, step in ((f"{run}", 7), (f"{run}:3", 3), (f"{run}:best", 3)):
-    found = teaching.find(typed(config_of(teacher__path=path)), model, mesh)
+    found = distillation_teacher.find(typed(config_of(teacher__path=path)), model, mesh)
     assert found is not None and found.step == step
     program = computation.make_teacher(
       typed(config_of(teacher__dtype="bfloat16")), found.config, mesh
     )
-    embed = teaching.read(found, program)["embed"]
+    embed = distillation_teacher.read(found, program)["embed"]
     assert embed.dtype == jnp.bfloat16
     exact = stored_runs.params_of(step)["embed"]
     np.testing.assert_allclose(np.asarray(embed, np.float32), exact, rtol=1e-2)
 
 
 def test_there_is_no_teacher_unless_one_is_named(model, mesh):
-  assert teaching.find(typed(config_of()), model, mesh) is None
+  assert distillation_teacher.find(typed(config_of()), model, mesh) is None
 
 
 def changed(folder, target, name, change):
@@ -246,19 +249,19 @@ def test_a_teacher_that_cannot_read_the_policy_is_refused(
 ):
   other = changed(teacher, tmp_path / "other", name, change)
   with pytest.raises(ConfigError, match=f"(?s)^teacher.path.*{message}"):
-    teaching.find(config_of(teacher__path=str(other)), model, mesh)
+    distillation_teacher.find(config_of(teacher__path=str(other)), model, mesh)
 
 
 def test_a_teacher_that_does_not_exist_is_refused(model, mesh, tmp_path):
   path = str(tmp_path / "none")
   with pytest.raises(ConfigError, match="^teacher.path: "):
-    teaching.find(typed(config_of(teacher__path=path)), model, mesh)
+    distillation_teacher.find(typed(config_of(teacher__path=path)), model, mesh)
 
 
-def test_an_adapter_is_no_teacher_without_its_base(model, mesh, tmp_path):
+def test_an_adapter_cannot_teach_without_its_base(model, mesh, tmp_path):
   (tmp_path / "adapter_config.json").write_text("{}")
   with pytest.raises(ConfigError, match=f"^teacher.path={tmp_path} is an adapter, and .* export"):
-    teaching.find(config_of(teacher__path=str(tmp_path)), model, mesh)
+    distillation_teacher.find(config_of(teacher__path=str(tmp_path)), model, mesh)
 
 
 def test_a_teacher_may_know_more_tokens():

@@ -11,7 +11,7 @@ from grpo_jax import report
 from grpo_jax.building import named_code, stored
 from grpo_jax.commands import compare
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.report import data as report_data
+from grpo_jax.report import run_data
 from grpo_jax.run_folder import loggers
 from tests import stored_runs
 
@@ -32,7 +32,7 @@ CHECKPOINT = "checkpoints/step_00000002"
 
 
 def compared(folder):
-  runs = [report_data.load(folder)] * 2
+  runs = [run_data.load(folder)] * 2
   return compare.compare(runs, every_metric=True), report.render_comparison(runs)
 
 

@@ -112,7 +112,7 @@ def test_report_and_compare_read_runs(tmp_path, capsys):
   assert "<title>first | second</title>" in page.read_text()
 
 
-def test_failures_while_running_are_told_apart_from_wrong_use(monkeypatch, capsys):
+def test_failures_while_running_are_distinguished_from_wrong_use(monkeypatch, capsys):
   def fails(error):
     def main(words):
       raise error

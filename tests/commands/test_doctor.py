@@ -152,7 +152,7 @@ def test_the_processes_that_a_launcher_starts_are_counted(monkeypatch):
   assert found.text == "4, started by MPI; this is number 3, one of 2 on this host"
 
 
-def test_a_quota_of_cores_is_told(monkeypatch):
+def test_a_quota_of_cores_is_reported(monkeypatch):
   monkeypatch.setattr(containers, "cores", lambda: 0.5)
   found = only(diagnosis.cores())
   assert found.level == NOTE and "may use 0.5 at a time" in found.text
@@ -227,7 +227,7 @@ def test_a_folder_that_hides_the_package_is_named(fake, monkeypatch):
 
 def test_without_a_checkout_the_bounds_are_those_of_the_installation(monkeypatch, tmp_path):
   assert installed.project()["requires-python"] != ">=3.99"
-  monkeypatch.setattr(installed.shipped, "folder", lambda: tmp_path)
+  monkeypatch.setattr(installed.package_data, "folder", lambda: tmp_path)
   monkeypatch.setattr(metadata, "metadata", lambda name: {"Requires-Python": ">=3.99"})
   monkeypatch.setattr(metadata, "requires", lambda name: ["absent>=3"] * (name == "grpo-jax"))
   assert only(diagnosis.python()).level == FATAL

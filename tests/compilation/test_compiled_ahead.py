@@ -13,7 +13,7 @@ import configs.base
 from grpo_jax import metrics, train
 from grpo_jax.building import computation, online
 from grpo_jax.compilation import compiling
-from grpo_jax.compilation.programs import Job
+from grpo_jax.compilation.programs import CompileJob
 from grpo_jax.groups import credit
 from grpo_jax.learn import monitoring
 from grpo_jax.models import export, loading
@@ -113,7 +113,7 @@ def as_new_process():
 def train_and_name(config, workdir, **options):
   """Runs; returns the names of the programs that XLA compiled meanwhile."""
   as_new_process()
-  watch = compiling.Watch()
+  watch = compiling.CompilationMonitor()
   with watch.listening():
     train.train(config, workdir, **options)
   return [one.name for one in watch.take() if not one.is_kept]
@@ -133,7 +133,7 @@ def counts(workdir):
   return [row["perf/compilations"] for row in lines_of(workdir) if "weight_version" in row]
 
 
-def told(workdir):
+def reported(workdir):
   return [metrics.reproducible(line) for line in lines_of(workdir)]
 
 
@@ -172,12 +172,12 @@ def test_a_known_set_is_compiled_before_the_first_step_and_nothing_later(whole):
 
 
 @pytest.mark.long
-def test_a_run_that_goes_on_compiles_nothing_and_ends_the_same(whole, make_config, tmp_path):
+def test_a_resumed_run_compiles_nothing_and_ends_the_same(whole, make_config, tmp_path):
   train_and_count(make_config(), tmp_path, stop=StopAfter(tmp_path, 2))
   assert len(counts(tmp_path)) == 2
   assert train_and_count(make_config(), tmp_path) == 0
   assert counts(tmp_path)[2:] == [0.0] * (STEPS - 2)
-  assert told(tmp_path) == told(whole[0])
+  assert reported(tmp_path) == reported(whole[0])
   for one, other in zip(weights(tmp_path), weights(whole[0]), strict=True):
     np.testing.assert_array_equal(one, other)
 
@@ -190,7 +190,7 @@ def test_programs_compiled_ahead_compute_what_others_do(
   for module_level in (credit._estimate, export._program(None)):
     monkeypatch.setattr(module_level, "_executables", {})
   train_and_count(make_config(), tmp_path)
-  assert told(tmp_path) == told(whole[0])
+  assert reported(tmp_path) == reported(whole[0])
   for one, other in zip(weights(tmp_path), weights(whole[0]), strict=True):
     np.testing.assert_array_equal(one, other)
 
@@ -272,7 +272,7 @@ def test_on_a_mesh_nothing_is_compiled_after_the_first_step(make_config, tmp_pat
 
 def test_a_signal_while_programs_are_compiled_ends_the_run(make_config, tmp_path, monkeypatch):
   gate = threading.Event()
-  monkeypatch.setattr(computation.Computation, "jobs", lambda self: [Job("slow", gate.wait)])
+  monkeypatch.setattr(computation.Computation, "jobs", lambda self: [CompileJob("slow", gate.wait)])
   try:
     assert train.train(make_config(), tmp_path, stop=True) == {}
   finally:

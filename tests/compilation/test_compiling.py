@@ -16,7 +16,7 @@ def now():
 
 @pytest.fixture
 def watch(now):
-  return compiling.Watch(clock=lambda: now[0])
+  return compiling.CompilationMonitor(clock=lambda: now[0])
 
 
 @pytest.fixture

@@ -218,11 +218,11 @@ def test_results_in_bfloat16_of_float32_products_are_refused_before_the_run():
   config.model.product_dtype = "bfloat16"
   assert not any("product_dtype" in line for line in run_options.validate(config))
   config.model.compute_dtype = "float32"
-  (told,) = [line for line in run_options.validate(config) if "product_dtype" in line]
-  assert "'bfloat16' needs model.compute_dtype='bfloat16', not 'float32'" in told
+  (reported,) = [line for line in run_options.validate(config) if "product_dtype" in line]
+  assert "'bfloat16' needs model.compute_dtype='bfloat16', not 'float32'" in reported
   config.model.product_dtype = "float16"
-  (told,) = [line for line in run_options.validate(config) if "product_dtype" in line]
-  assert "must be one of" in told
+  (reported,) = [line for line in run_options.validate(config) if "product_dtype" in line]
+  assert "must be one of" in reported
 
 
 def test_the_samplers_worker_thread_computes_in_the_precision_of_the_run(monkeypatch):
@@ -252,7 +252,7 @@ def test_the_precision_is_float32_unless_another_is_named_and_none_of_bfloat16()
 
 
 @pytest.mark.parametrize(
-  ("name", "platform", "told"),
+  ("name", "platform", "reported"),
   [
     ("float32", "gpu", "float32 ("),
     ("tensorfloat32", "cpu", "float32 ("),
@@ -262,8 +262,8 @@ def test_the_precision_is_float32_unless_another_is_named_and_none_of_bfloat16()
     (None, "tpu", "bfloat16 factors, float32 sums"),
   ],
 )
-def test_the_log_names_what_is_computed(name, platform, told):
-  assert told in precision.describe(name, platform)
+def test_the_log_names_what_is_computed(name, platform, reported):
+  assert reported in precision.describe(name, platform)
 
 
 def test_servers_keep_tf32_out_where_the_trainer_does():

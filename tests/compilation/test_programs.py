@@ -11,14 +11,14 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.compilation import compiling, programs
-from grpo_jax.compilation.programs import Job, Program
+from grpo_jax.compilation.programs import CompileJob, Program
 from grpo_jax.interrupts import Stopped
-from grpo_jax.rl.own import OwnFunctionError
+from grpo_jax.rl.custom_functions import CustomFunctionError
 
 
 @pytest.fixture
 def watch():
-  made = compiling.Watch()
+  made = compiling.CompilationMonitor()
   with made.listening():
     yield made
 
@@ -142,7 +142,7 @@ def test_a_program_within_another_is_part_of_it():
 def test_jobs_run_in_threads_and_are_counted_by_name(watch, noticed):
   program = Program(jax.jit(lambda x: jnp.sin(x) * 11), name="update")
   jobs = [program.job(shape(1, n), detail=f"1 × {n}") for n in (3, 4, 5)]
-  with compiling.Ahead(jobs, watch, threads=2) as ahead:
+  with compiling.BackgroundCompiler(jobs, watch, threads=2) as ahead:
     ahead.wait(silent)
   done = watch.take()
   assert {one.job for one in done} == {"update 1 × 3", "update 1 × 4", "update 1 × 5"}
@@ -162,31 +162,31 @@ def test_an_error_names_the_program_and_its_shapes(watch):
 
   job = Program(jax.jit(wrong), name="score").job(shape(3), detail="3 × 128")
   with pytest.raises(programs.CompilationError, match="compiling score 3 × 128 failed.*even"):
-    with compiling.Ahead([job], watch) as ahead:
+    with compiling.BackgroundCompiler([job], watch) as ahead:
       ahead.wait(silent)
 
 
 def test_a_failure_of_user_code_keeps_its_own_message():
   def run():
-    raise OwnFunctionError("loss my_paper.loss must return an array [8, 8]")
+    raise CustomFunctionError("loss my_paper.loss must return an array [8, 8]")
 
-  with pytest.raises(OwnFunctionError, match="^loss my_paper"):
-    Job("update 8 × 8", run)()
+  with pytest.raises(CustomFunctionError, match="^loss my_paper"):
+    CompileJob("update 8 × 8", run)()
 
 
 def test_a_lack_of_memory_says_what_to_lower():
   def run():
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm")
 
-  job = Job("update 8 × 4096", run, remedy="lower batching.microbatch_tokens")
+  job = CompileJob("update 8 × 4096", run, remedy="lower batching.microbatch_tokens")
   with pytest.raises(programs.OutOfMemory, match="update 8 × 4096.*lower batching.microbatch_tok"):
     job()
 
 
 def test_a_stop_ends_the_wait_at_once_and_what_has_not_begun_is_given_up(watch):
   gate, ran = threading.Event(), []
-  jobs = [Job("a", gate.wait)] + [Job("b", lambda: ran.append(1)) for _ in range(3)]
-  with pytest.raises(Stopped), compiling.Ahead(jobs, watch, threads=1) as ahead:
+  jobs = [CompileJob("a", gate.wait)] + [CompileJob("b", lambda: ran.append(1)) for _ in range(3)]
+  with pytest.raises(Stopped), compiling.BackgroundCompiler(jobs, watch, threads=1) as ahead:
     ahead.wait(silent, stop=True)
   gate.set()
   ahead._pool.shutdown()

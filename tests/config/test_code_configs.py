@@ -8,7 +8,7 @@ import pytest
 
 import grpo_jax.train  # noqa: F401  (main imports it later: its seconds are not this test's.)
 from grpo_jax import main
-from grpo_jax.building import model as model_building
+from grpo_jax.building import policy_model
 from grpo_jax.models import tiny
 from tests import sandboxes
 
@@ -102,7 +102,7 @@ def test_where_there_is_no_bubblewrap_one_line_says_so_before_the_model_is_read(
   tmp_path, monkeypatch, capsys
 ):
   model = tiny.write(tmp_path / "model", family="qwen2")
-  monkeypatch.setattr(model_building, "load", None)  # a run that reads the weights ends here.
+  monkeypatch.setattr(policy_model, "load", None)  # a run that reads the weights ends here.
   rows = write(tmp_path / "rows.jsonl", [code_row(0)])
   arguments = {
     "config": ROOT / "configs" / "code_humaneval.py",

@@ -195,7 +195,7 @@ def test_unreadable_stored_config_is_named(tmp_path):
     configuration.read(tmp_path / "absent" / "config.json")
 
 
-def test_differences_name_old_and_new_value_and_tell_harmless_ones_apart():
+def test_differences_name_both_values_and_say_which_are_harmless():
   stored = configuration.to_json(make_config())
   config = make_config()
   config.loss.clip_low = 0.3

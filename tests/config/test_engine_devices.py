@@ -6,7 +6,7 @@ import pytest
 import configs.base
 from grpo_jax.config import device_options, run_options
 from grpo_jax.config.configuration import ConfigError, typed
-from grpo_plan import asking
+from grpo_plan import plan_request
 
 
 def config_of(**options):
@@ -69,4 +69,4 @@ def test_the_mesh_has_the_devices_that_are_left():
 
 def test_a_plan_of_such_a_run_is_refused():
   with pytest.raises(ConfigError, match=r"engine.devices=\(7,\): a plan describes"):
-    asking._check_engine(config_of(engine__devices=(7,)))
+    plan_request._check_engine(config_of(engine__devices=(7,)))

@@ -28,7 +28,7 @@ MAX_TOKENS = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Told:
+class StepOutput:
   """What a run of one step left."""
 
   metrics: dict
@@ -68,8 +68,8 @@ def scripted_engine(config, folder, tokenizer, workdir):
 def no_update(state, minibatches, before, **_):
   """In place of `phases.learn`: only shows which tokens an update would have seen."""
   logprobs = [[jnp.zeros(m.loss_places.shape) for m in b.microbatches] for b in minibatches]
-  told = {"train/skipped_share": Mean(0.0, 1.0)}
-  return dataclasses.replace(state, step=state.step + 1), told, logprobs
+  changed = {"train/skipped_share": Mean(0.0, 1.0)}
+  return dataclasses.replace(state, step=state.step + 1), changed, logprobs
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def run(tmp_path_factory):
   rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
   found = {}
 
-  def once(reward="vowels", **options) -> Told:
+  def once(reward="vowels", **options) -> StepOutput:
     key = json.dumps([reward, options])
     if key not in found:
       workdir = folder / str(len(found))
@@ -134,10 +134,10 @@ def make_config(model, rows, reward, options):
   return config
 
 
-def read(workdir: pathlib.Path) -> Told:
+def read(workdir: pathlib.Path) -> StepOutput:
   metrics = json.loads((workdir / "metrics.jsonl").read_text().splitlines()[0])
   lines = (workdir / "rollouts" / "step_000000.jsonl").read_text().splitlines()
-  return Told(metrics, [json.loads(line) for line in lines])
+  return StepOutput(metrics, [json.loads(line) for line in lines])
 
 
 def centred(rewards) -> np.ndarray:
@@ -156,23 +156,23 @@ def test_the_plain_run_is_worth_comparing_with(run):
   assert not [name for name in plain.metrics if name.startswith(("shaping/", "dynamic"))]
 
 
-def scaled(plain, told):
+def scaled(plain, changed):
   rewards = plain.column("reward")
-  assert told.metrics["shaping/clamped_share"] == (rewards > 0.125).mean() > 0
+  assert changed.metrics["shaping/clamped_share"] == (rewards > 0.125).mean() > 0
   return np.minimum(rewards, 0.125) / 0.125 * 3 - 1
 
 
-def stopped_properly(plain, told):
+def stopped_properly(plain, changed):
   return np.where(plain.is_cut(), 0.5, 1.0) * plain.column("reward")
 
 
-def overlong(plain, told):
+def overlong(plain, changed):
   penalties = np.clip((plain.tokens() - 2) / 4, 0, 1)  # L_max 6, L_buf 4.
-  assert told.metrics["shaping/overlong_share"] == (penalties > 0).mean() > 0
+  assert changed.metrics["shaping/overlong_share"] == (penalties > 0).mean() > 0
   return plain.column("reward") - 0.5 * penalties
 
 
-def overlong_without_floor(plain, told):
+def overlong_without_floor(plain, changed):
   penalties = np.clip((plain.tokens() - 2) / 4, 0, None)
   assert penalties.max() == 1.5
   return plain.column("reward") - penalties
@@ -190,21 +190,21 @@ SHAPINGS = {
 @pytest.mark.parametrize("name", SHAPINGS)
 def test_shaping_changes_the_advantages_and_leaves_the_recorded_reward(name, run):
   expect, options = SHAPINGS[name]
-  plain, told = run(), run(**options)
-  np.testing.assert_array_equal(told.column("reward"), plain.column("reward"))
-  expected = expect(plain, told)
-  np.testing.assert_allclose(told.column("shaped_reward"), expected, atol=1e-6)
-  np.testing.assert_allclose(told.column("advantage"), centred(expected), atol=1e-6)
-  assert np.abs(told.column("advantage") - plain.column("advantage")).max() > 0.05
-  assert told.metrics["rollout/reward_mean"] == plain.metrics["rollout/reward_mean"]
-  assert told.metrics["shaping/reward_mean"] == pytest.approx(expected.mean(), abs=1e-6)
+  plain, changed = run(), run(**options)
+  np.testing.assert_array_equal(changed.column("reward"), plain.column("reward"))
+  expected = expect(plain, changed)
+  np.testing.assert_allclose(changed.column("shaped_reward"), expected, atol=1e-6)
+  np.testing.assert_allclose(changed.column("advantage"), centred(expected), atol=1e-6)
+  assert np.abs(changed.column("advantage") - plain.column("advantage")).max() > 0.05
+  assert changed.metrics["rollout/reward_mean"] == plain.metrics["rollout/reward_mean"]
+  assert changed.metrics["shaping/reward_mean"] == pytest.approx(expected.mean(), abs=1e-6)
 
 
 @pytest.mark.long
 def test_the_overlong_penalty_ends_where_completions_are_cut_if_no_limit_is_given(run):
-  told = run(shaping__overlong_buffer_tokens=4)
-  penalties = np.clip((told.tokens() - MAX_TOKENS + 4) / 4, 0, 1)
-  np.testing.assert_allclose(told.column("shaped_reward"), told.column("reward") - penalties)
+  changed = run(shaping__overlong_buffer_tokens=4)
+  penalties = np.clip((changed.tokens() - MAX_TOKENS + 4) / 4, 0, 1)
+  np.testing.assert_allclose(changed.column("shaped_reward"), changed.column("reward") - penalties)
   assert penalties.max() == 1.0
 
 
@@ -215,12 +215,12 @@ def test_weights_of_components_are_learned_from(run):
   brevity = run("vowels_and_brevity", **gdpo, advantages__weights=(1.0, 0.0))
   vowels = run("vowels_and_brevity", **gdpo, advantages__weights=(0.0, 1.0))
   components = [record["reward_components"] for record in both.records]
-  for told, name in ((brevity, "brevity"), (vowels, "vowels")):
+  for changed, name in ((brevity, "brevity"), (vowels, "vowels")):
     own = np.asarray([component[name] for component in components]).reshape(-1, 8)
     spread = own.std(axis=1, ddof=1, keepdims=True)
     normal = (own - own.mean(axis=1, keepdims=True)) / np.where(spread > 0, spread + 1e-6, 1)
     white = (normal - normal.mean()) / normal.std(ddof=1)
-    np.testing.assert_allclose(told.column("advantage"), white.ravel(), atol=1e-4)
+    np.testing.assert_allclose(changed.column("advantage"), white.ravel(), atol=1e-4)
   assert np.abs(both.column("advantage") - brevity.column("advantage")).max() > 0.1
   assert np.abs(both.column("advantage") - vowels.column("advantage")).max() > 0.1
 
@@ -236,8 +236,8 @@ def test_penalties_reach_gdpo_as_well(run):
   gdpo = {"advantages__estimator": "gdpo"}
   plain = run("vowels_and_brevity", **gdpo)
   for options in (BUFFER, {"shaping__stop_properly_coef": 0.0}):
-    told = run("vowels_and_brevity", **gdpo, **options)
-    difference = told.column("advantage") - plain.column("advantage")
+    changed = run("vowels_and_brevity", **gdpo, **options)
+    difference = changed.column("advantage") - plain.column("advantage")
     assert np.abs(difference).max() > 0.1
 
 
@@ -277,23 +277,23 @@ ESTIMATORS = {
 )
 def test_estimators_compute_advantages_of_the_groups_of_a_run(name, run):
   expect, options = ESTIMATORS[name]
-  plain, told = run(), run(advantages__estimator=name, **options)
-  rewards, tokens = (x.reshape(4, 8) for x in (told.column("reward"), told.tokens()))
+  plain, changed = run(), run(advantages__estimator=name, **options)
+  rewards, tokens = (x.reshape(4, 8) for x in (changed.column("reward"), changed.tokens()))
   expected = expect(rewards, tokens)
-  np.testing.assert_allclose(told.column("advantage"), expected.ravel(), rtol=1e-4, atol=1e-5)
-  assert np.abs(told.column("advantage") - plain.column("advantage")).max() > 0.02
-  assert len(told.records) == 32  # the greedy attempts are not among them,
+  np.testing.assert_allclose(changed.column("advantage"), expected.ravel(), rtol=1e-4, atol=1e-5)
+  assert np.abs(changed.column("advantage") - plain.column("advantage")).max() > 0.02
+  assert len(changed.records) == 32  # the greedy attempts are not among them,
   same = [name for name in plain.metrics if name.startswith("rollout/") and "greedy" not in name]
-  assert same and all(told.metrics[name] == plain.metrics[name] for name in same)  # nor counted.
+  assert same and all(changed.metrics[name] == plain.metrics[name] for name in same)  # nor counted.
   if name == "remax":
     greedy = (rewards - expected)[:, 0]
-    assert told.metrics["rollout/greedy_reward_mean"] == pytest.approx(greedy.mean())
+    assert changed.metrics["rollout/greedy_reward_mean"] == pytest.approx(greedy.mean())
 
 
 def test_the_reward_of_greedy_attempts_is_shaped_like_the_others(run):
   plain = run(advantages__estimator="remax")
-  told = run(advantages__estimator="remax", shaping__scale_from=(0, 1), shaping__scale_to=(0, 3))
-  np.testing.assert_allclose(told.column("advantage"), 3 * plain.column("advantage"), atol=1e-5)
+  changed = run(advantages__estimator="remax", shaping__scale_from=(0, 1), shaping__scale_to=(0, 3))
+  np.testing.assert_allclose(changed.column("advantage"), 3 * plain.column("advantage"), atol=1e-5)
 
 
 def test_the_reward_is_that_of_the_function_named(run):
@@ -303,25 +303,25 @@ def test_the_reward_is_that_of_the_function_named(run):
 
 def test_dynamic_sampling_replaces_groups_without_signal(run):
   plain = run("vowels_of_some")
-  told = run("vowels_of_some", dynamic_sampling__enabled=True)
+  changed = run("vowels_of_some", dynamic_sampling__enabled=True)
   assert plain.metrics["rollout/no_signal_share"] == 0.5  # prompts 0 and 3.
-  assert told.metrics["rollout/no_signal_share"] == 0.0
+  assert changed.metrics["rollout/no_signal_share"] == 0.0
   names = lambda run: list(dict.fromkeys(record["prompt_id"] for record in run.records))
   assert names(plain) == [f"rows:0:{i}" for i in (0, 1, 2, 3)]
-  assert names(told) == [f"rows:0:{i}" for i in (1, 2, 4, 5)]
-  assert told.metrics["dynamic_sampling/surplus"] == 1.0
-  assert told.metrics["batch/loss_tokens"] == told.tokens().sum()
+  assert names(changed) == [f"rows:0:{i}" for i in (1, 2, 4, 5)]
+  assert changed.metrics["dynamic_sampling/surplus"] == 1.0
+  assert changed.metrics["batch/loss_tokens"] == changed.tokens().sum()
 
 
 def test_dynamic_sampling_looks_at_rewards_before_they_are_shaped(run):
   """A constant reward with an overlong penalty has signal, but not to dynamic sampling."""
   options = {"dynamic_sampling__enabled": True, "dynamic_sampling__on_limit": "train"}
-  told = run("constant", **options, **BUFFER, dynamic_sampling__max_rounds=2)
-  assert told.metrics["shaping/no_signal_share"] < 1.0
-  assert told.metrics["dynamic_sampling/limit_reached"] == 1.0
-  assert told.metrics["dynamic_sampling/discarded/no_signal"] == 8.0
-  assert told.metrics["filter/no_signal"] == 4.0
-  assert told.metrics["batch/optimizer_steps"] == 0.0
+  changed = run("constant", **options, **BUFFER, dynamic_sampling__max_rounds=2)
+  assert changed.metrics["shaping/no_signal_share"] < 1.0
+  assert changed.metrics["dynamic_sampling/limit_reached"] == 1.0
+  assert changed.metrics["dynamic_sampling/discarded/no_signal"] == 8.0
+  assert changed.metrics["filter/no_signal"] == 4.0
+  assert changed.metrics["batch/optimizer_steps"] == 0.0
 
 
 FILTERS = {
@@ -336,52 +336,52 @@ FILTERS = {
 @pytest.mark.long
 def test_filtered_groups_are_not_learned_from(name, run):
   reason, options = FILTERS[name]
-  plain, told = run("vowels_of_some"), run("vowels_of_some", **options)
-  dropped = told.metrics[f"filter/{reason}"]
+  plain, changed = run("vowels_of_some"), run("vowels_of_some", **options)
+  dropped = changed.metrics[f"filter/{reason}"]
   assert plain.metrics[f"filter/{reason}"] == 0.0 < dropped
   assert plain.is_learned().all()
-  assert told.is_learned().sum() == 8 * (4 - dropped)
+  assert changed.is_learned().sum() == 8 * (4 - dropped)
 
 
 def test_groups_with_too_few_scored_completions_are_left_out(run):
   plain = run("broken_for_some", rollout__max_error_share=1.0)
-  told = run("broken_for_some", rollout__max_error_share=1.0, filters__min_scored=6)
+  changed = run("broken_for_some", rollout__max_error_share=1.0, filters__min_scored=6)
   scored = np.isfinite(plain.column("reward")).reshape(-1, 8).sum(axis=1)
   assert plain.metrics["filter/too_few_scored"] == 0.0
-  assert told.metrics["filter/too_few_scored"] == (scored < 6).sum() > 0
-  np.testing.assert_array_equal(told.is_learned().reshape(-1, 8).any(axis=1), scored >= 6)
+  assert changed.metrics["filter/too_few_scored"] == (scored < 6).sum() > 0
+  np.testing.assert_array_equal(changed.is_learned().reshape(-1, 8).any(axis=1), scored >= 6)
 
 
-def test_a_round_of_dynamic_sampling_draws_as_many_prompts_as_it_is_told(run):
-  told = run(
+def test_a_round_of_dynamic_sampling_draws_the_configured_number_of_prompts(run):
+  changed = run(
     "vowels_of_some", dynamic_sampling__enabled=True, dynamic_sampling__prompts_per_round=9
   )
-  assert told.metrics["dynamic_sampling/prompts"] == 9.0
-  assert told.metrics["dynamic_sampling/surplus"] == 2.0
+  assert changed.metrics["dynamic_sampling/prompts"] == 9.0
+  assert changed.metrics["dynamic_sampling/surplus"] == 2.0
 
 
 def test_overlong_filtering_leaves_truncated_completions_in_the_baseline_only(run):
-  plain, told = run(), run(batching__drop_truncated=True)
-  np.testing.assert_array_equal(told.is_learned(), ~plain.is_cut())
-  np.testing.assert_array_equal(told.column("advantage"), plain.column("advantage"))
-  assert told.metrics["batch/left_out/truncated"] == plain.is_cut().sum()
+  plain, changed = run(), run(batching__drop_truncated=True)
+  np.testing.assert_array_equal(changed.is_learned(), ~plain.is_cut())
+  np.testing.assert_array_equal(changed.column("advantage"), plain.column("advantage"))
+  assert changed.metrics["batch/left_out/truncated"] == plain.is_cut().sum()
 
 
 def test_advantages_are_clipped(run):
-  plain, told = run(), run(advantages__clip_low=-0.02, advantages__clip_high=0.03)
+  plain, changed = run(), run(advantages__clip_low=-0.02, advantages__clip_high=0.03)
   expected = np.clip(plain.column("advantage"), -0.02, 0.03)
-  assert told.metrics["batch/advantage_max"] == pytest.approx(0.03)
+  assert changed.metrics["batch/advantage_max"] == pytest.approx(0.03)
   assert plain.metrics["batch/advantage_max"] == pytest.approx(plain.column("advantage").max())
   assert plain.metrics["batch/advantage_std"] == pytest.approx(plain.column("advantage").std())
-  np.testing.assert_allclose(told.column("advantage"), expected, rtol=1e-6)
+  np.testing.assert_allclose(changed.column("advantage"), expected, rtol=1e-6)
   assert np.abs(plain.column("advantage")).max() > 0.1
 
 
 def test_a_reward_that_takes_too_long_costs_its_completion_only(run):
   options = {"rollout__environment_timeout_s": 0.4, "rollout__max_error_share": 1.0}
   options["rollout__environment_concurrency"] = 32
-  plain, told = run(), run("slow_for_some", **options)
+  plain, changed = run(), run("slow_for_some", **options)
   is_long = np.asarray([len(record["completion"]) > 4 for record in plain.records])
-  assert told.metrics["rollout/errors/timeout"] == is_long.sum() > 0
-  np.testing.assert_array_equal(np.isnan(told.column("reward")), is_long)
-  np.testing.assert_array_equal(told.is_learned(), ~is_long)
+  assert changed.metrics["rollout/errors/timeout"] == is_long.sum() > 0
+  np.testing.assert_array_equal(np.isnan(changed.column("reward")), is_long)
+  np.testing.assert_array_equal(changed.is_learned(), ~is_long)

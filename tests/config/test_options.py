@@ -223,24 +223,24 @@ def test_a_flag_of_another_type_is_refused_as_it_is_read(flag, message):
     configuration.check(command.config, [run_options.validate])
 
 
-def test_rules_about_several_fields_are_told_beside_what_is_wrong_by_itself():
+def test_rules_about_several_fields_are_reported_with_single_wrong_fields():
   config = configuration.load(str(CONFIGS / "base.py"))
   config.total_steps = 0
   config.rollout.group_size = -1
   config.filters.min_scored = 9
   config.evaluation.pass_k = (4,)
   config.optim.final_share = 0.1
-  told = list(run_options.validate(config))
-  assert told[:2] == [
+  reported = list(run_options.validate(config))
+  assert reported[:2] == [
     "rollout.group_size must be an integer >= 1, got -1",
     "total_steps must be an integer >= 1, got 0",
   ]
   for expected in ("evaluation.pass_k=[4]", "final_share=0.1"):
-    assert any(expected in line for line in told), expected
-  assert not any("min_scored" in line for line in told)  # nothing is known to compare it with.
+    assert any(expected in line for line in reported), expected
+  assert not any("min_scored" in line for line in reported)  # nothing is known to compare it with.
 
 
-def test_no_complaint_is_about_a_value_that_stands_in():
+def test_a_value_that_replaces_a_wrong_one_is_not_reported():
   config = configuration.load(str(CONFIGS / "base.py"))
   config.rollout.max_tokens = -5
   config.shaping.overlong_buffer_tokens = 4  # with room for completions of 7 tokens it never acts.
@@ -258,9 +258,9 @@ def test_the_values_that_replace_a_field_fit_its_kind():
   ] == []
 
 
-def test_all_wrong_fields_are_told_at_once_and_unknown_ones_too():
-  told = list(field_checks.problems({"loss.kl_coef": "0.1", "seed": -1, "loss.foo": 3}))
-  assert len(told) == 3 and told[2] == "there is no field 'loss.foo', but it is set to 3"
+def test_all_wrong_and_unknown_fields_are_reported_at_once():
+  reported = list(field_checks.problems({"loss.kl_coef": "0.1", "seed": -1, "loss.foo": 3}))
+  assert len(reported) == 3 and reported[2] == "there is no field 'loss.foo', but it is set to 3"
 
 
 @pytest.mark.parametrize("value", ["many", None, math.nan, 0, -2, True, [2]])
@@ -269,7 +269,7 @@ def test_settings_of_environments_are_checked_for_library_users_too(value):
     environments.make(math={"workers": value})
 
 
-def test_the_numbers_that_none_stands_for_are_in_the_resolved_config():
+def test_the_resolved_config_has_numbers_in_place_of_none():
   config = configuration.load(str(CONFIGS / "base.py"))
   with config.unlocked():
     config.loss.loss = "gspo"

@@ -9,7 +9,7 @@ from grpo_jax import configuration
 from grpo_jax.config import command_line
 from grpo_jax.config import configuration as files
 from grpo_jax.configuration import ConfigError
-from grpo_jax.files import shipped
+from grpo_jax.files import package_data
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -73,10 +73,10 @@ def test_an_unknown_name_is_answered_with_the_nearest(name, message, monkeypatch
 
 def test_installed_configs_are_found_inside_the_package(monkeypatch, tmp_path):
   package = tmp_path / "site-packages" / "grpo_jax"
-  monkeypatch.setattr(shipped, "__file__", str(package / "files" / "shipped.py"))
-  assert shipped.folder() == tmp_path / "site-packages"
+  monkeypatch.setattr(package_data, "__file__", str(package / "files" / "package_data.py"))
+  assert package_data.folder() == tmp_path / "site-packages"
   (package / "shipped" / "configs").mkdir(parents=True)
-  assert shipped.folder() == package / "shipped"
+  assert package_data.folder() == package / "shipped"
 
 
 @pytest.mark.parametrize(
@@ -161,11 +161,11 @@ def test_every_complaint_is_a_line():
 
 
 def test_fields_of_a_config_of_ones_own_keep_their_types(tmp_path):
-  (tmp_path / "own.py").write_text(
+  (tmp_path / "custom_functions.py").write_text(
     "from ml_collections import ConfigDict\n\ndef get_config():\n"
     "  return ConfigDict({'word': 'a', 'deep': {'rate': 0.5, 'many': (1, 2)}, 'none': None})\n"
   )
-  load = lambda **values: configuration.load(str(tmp_path / "own.py"), values)
+  load = lambda **values: configuration.load(str(tmp_path / "custom_functions.py"), values)
   config = load(word="b", deep={"rate": 1, "many": [3]}, none="x")
   assert files.to_json(config) == {
     "word": "b",

@@ -9,7 +9,7 @@ from grpo_jax import registry
 from grpo_jax.commands import cli
 from grpo_jax.config import configuration
 from grpo_jax.config.configuration import ConfigError
-from grpo_jax.files import shipped
+from grpo_jax.files import package_data
 
 OWN = {
   "a package": {"configs/__init__.py": "", "configs/base.py": "seed = 1\n"},
@@ -50,7 +50,7 @@ def own(request, tmp_path, monkeypatch):
 @pytest.mark.parametrize("own", OWN, indirect=True)
 def test_configs_of_the_package_work_beside_a_users_own(own):
   loaded = {name: configuration.load(name) for name in configuration.by_name()}
-  file = shipped.folder() / "configs" / "math_1b_gpu.py"
+  file = package_data.folder() / "configs" / "math_1b_gpu.py"
   assert configuration.load(str(file)).to_dict() == loaded["math_1b_gpu"].to_dict()
   assert loaded["math_8b_lora"].engine.name == "sglang", "what it inherits"
   assert configuration.load("curriculum:mixed").data.num_prompts_per_dataloader == 4

@@ -13,7 +13,7 @@ import transformers
 from tokenizers import decoders, models, pre_tokenizers
 
 from grpo_jax.data.tokenizer import HuggingFaceTokenizer
-from grpo_jax.models.chat.tokenizer_files import Opened
+from grpo_jax.models.chat.tokenizer_files import OpenedTokenizer
 
 FOLDER = os.environ.get("GRPO_JAX_CHAT_TEMPLATES", "")
 # Stop tokens of the models that have these templates; the first one ends the tokenizer's texts.
@@ -61,7 +61,7 @@ def make(template, stops=CHATML_STOPS, *, where="a.jinja", **variables):
   """Returns a tokenizer with a template."""
   one = backend("<bos>")
   ids = tuple(sorted(one.get_vocab()[stop] for stop in stops))
-  return HuggingFaceTokenizer(Opened(one, template, where), ids, template_args=variables)
+  return HuggingFaceTokenizer(OpenedTokenizer(one, template, where), ids, template_args=variables)
 
 
 def public():

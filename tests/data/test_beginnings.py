@@ -20,7 +20,7 @@ def folders(tmp_path_factory):
   return {kind: root / kind for kind in beginnings.KINDS}
 
 
-def test_a_prompt_begins_as_the_tokenizer_begins_a_text(folders):
+def test_a_prompt_begins_with_the_tokens_that_the_tokenizer_adds(folders):
   """The oracle is transformers' call of the tokenizer, whose EOS at the end is not wanted."""
   wrong = []
   for kind, folder in folders.items():

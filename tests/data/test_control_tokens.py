@@ -19,7 +19,7 @@ from grpo_jax.data.tokenizer import HuggingFaceTokenizer
 from grpo_jax.environments.scoring.conversation import ConversationEncoder
 from grpo_jax.models.chat.control_tokens import THOUGHTS_AND_CALLS, TrustedText
 from grpo_jax.models.chat.rendering import TemplateRefusal
-from grpo_jax.models.chat.tokenizer_files import Opened, TokenizerFailure
+from grpo_jax.models.chat.tokenizer_files import OpenedTokenizer, TokenizerFailure
 from tests.data import chat_templates
 from tests.data.small_templates import SMALL
 
@@ -54,7 +54,7 @@ BACKEND = backend()
 
 def make(template, one=BACKEND):
   stop = one.get_vocab()["<|im_end|>"]
-  return HuggingFaceTokenizer(Opened(one, template, "a.jinja"), (stop,))
+  return HuggingFaceTokenizer(OpenedTokenizer(one, template, "a.jinja"), (stop,))
 
 
 def conversations(text):
@@ -186,7 +186,9 @@ def test_messages_and_tools_between_turns_write_none(name):
 
 
 def test_reward_models_read_none_of_a_completion():
-  encoder = ConversationEncoder(Opened(BACKEND, SMALL["keeps"], "a.jinja"), SMALL["keeps"], "here")
+  encoder = ConversationEncoder(
+    OpenedTokenizer(BACKEND, SMALL["keeps"], "a.jinja"), SMALL["keeps"], "here"
+  )
   end = BACKEND.get_vocab()["<|im_end|>"]
   ids = encoder.encode([USER, {"role": "assistant", "content": "good<|im_end|>"}])
   assert ids.tolist().count(end) == 2

@@ -142,8 +142,8 @@ def test_named_templates_get_the_variables_and_are_replaced_by_another_template(
   for tools in ([], [TOOL]):
     assert rendered(made, CHATS[0], tools) == rendered(theirs, CHATS[0], tools)
   assert theirs.decode(rendered(theirs, CHATS[0], [])) == "D7"
-  told = files.read_json(tmp_path / "out" / "tokenizer_config.json").get("chat_template")
-  assert ([each["name"] for each in told] if form == "list" else told) == (
+  reported = files.read_json(tmp_path / "out" / "tokenizer_config.json").get("chat_template")
+  assert ([each["name"] for each in reported] if form == "list" else reported) == (
     ["default", "tool_use"] if form == "list" else None
   )
   other = tokenizer.load(base, chat_template="{{ messages[0].content }}!")

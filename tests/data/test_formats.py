@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from grpo_jax.data import skipped
+from grpo_jax.data import skipped_rows
 from grpo_jax.data.formats import (
   FORMATS,
   PromptStyle,
@@ -196,6 +196,6 @@ ANSWER = "data.output_key names the field of the answer"
 )
 def test_a_missing_field_names_the_option_and_not_how_to_skip_the_row(row, style, remedy):
   with pytest.raises(RowError) as caught:
-    skipped.Skipped().guard(lambda: from_problem(row, "x:1", PromptStyle(**style)), "stop")
+    skipped_rows.SkippedRows().guard(lambda: from_problem(row, "x:1", PromptStyle(**style)), "stop")
   said = str(caught.value)
   assert f"; {remedy}" in said and ("on_error" in said) == ("on_error" in remedy)

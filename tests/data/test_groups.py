@@ -11,8 +11,8 @@ from grpo_jax import data
 from grpo_jax.data.byte_tokenizer import END, ROLE, ByteTokenizer
 from grpo_jax.data.formats import RowError
 from grpo_jax.data.groups import RECORDED, group_of
-from grpo_jax.data.skipped import OverlongError
-from grpo_jax.offline import recorded as offline
+from grpo_jax.data.skipped_rows import OverlongError
+from grpo_jax.offline import recorded_groups
 from grpo_jax.types import FinishReason
 
 TOKENIZER = ByteTokenizer()
@@ -25,9 +25,9 @@ def write(path, rows):
 
 
 def opened(path, *, on_error="stop", max_tokens=None, offline_options=None, **fields):
-  return offline.open_groups(
+  return recorded_groups.open_groups(
     TOKENIZER,
-    options=offline.Options(**(offline_options or {})),
+    options=recorded_groups.Options(**(offline_options or {})),
     on_error=on_error,
     max_tokens=max_tokens,
     path=path,
@@ -50,7 +50,7 @@ RANKED = {
 }
 
 
-def test_rows_of_equal_inputs_are_one_group_wherever_they_stand(tmp_path):
+def test_rows_of_equal_inputs_are_one_group_wherever_they_are(tmp_path):
   rows = responses(("p", "a", 1.0), ("q", "b", 0.5), ("p", "c", 0.0), ("q", "d", 1.0))
   first, second = groups(write(tmp_path / "f.jsonl", rows))
   assert [r.text for r in first.group.rollouts] == ["a", "c"]
@@ -143,8 +143,8 @@ def test_groups_are_datasets_among_loaders(tmp_path):
       datasets=[{"path": first}, {"path": write(tmp_path / "b.jsonl", second)}],
       num_prompts_per_dataloader=1,
       state=state,
-      opener=lambda tokenizer, **fields: offline.open_groups(
-        tokenizer, options=offline.Options(), on_error="stop", **fields
+      opener=lambda tokenizer, **fields: recorded_groups.open_groups(
+        tokenizer, options=recorded_groups.Options(), on_error="stop", **fields
       ),
     )
 

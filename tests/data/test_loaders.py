@@ -9,7 +9,7 @@ import pytest
 from grpo_jax import data
 from grpo_jax.data.byte_tokenizer import ByteTokenizer
 from grpo_jax.data.formats import PromptStyle
-from grpo_jax.data.parts import Part
+from grpo_jax.data.row_selection import RowSelection
 from grpo_jax.errors import ExpectedFailure
 
 TOKENIZER = ByteTokenizer()
@@ -50,7 +50,7 @@ def test_loaders_side_by_side_are_those_of_the_guide(two):
   assert batches(ordered, 3) == ["ab12", "cd34", "ab56"]
 
 
-def test_turns_go_on_where_the_last_step_ended(two):
+def test_turns_continue_where_the_last_step_ended(two):
   ordered = stream(two, shuffle=False, num_prompts_per_dataloader=2)
   assert batches(ordered, 5, size=3) == ["ab1", "2cd", "34a", "b56", "cd7"]
 
@@ -103,7 +103,7 @@ def squares(config):
   return Squares()
 
 
-def test_sources_of_the_users_own_bear_the_names_of_the_config(two):
+def test_user_sources_have_the_names_of_the_config(two):
   own = {"kind": f"{__name__}.squares", "name": "mine", "weight": 1}
   taken = stream([own, {**two[0], "weight": 1}], shuffle=False).take(2)
   assert [p.prompt_id for p in taken] == ["mine:0:0", "letters:0:0"]
@@ -184,7 +184,7 @@ def test_records_are_the_metrics_of_past_steps(two, monkeypatch):
     seen.append(records)
     return loaders["letters"].take(num_prompts)
 
-  monkeypatch.setattr("grpo_jax.data.feeding.DATALOADERS", {"look": look})
+  monkeypatch.setattr("grpo_jax.data.streams.DATALOADERS", {"look": look})
   source = stream(two, dataloader="look")
   source.take(1)
   source.record_metrics(0, {"data/letters/reward_mean": 0.25, "train/kl": float("inf")})
@@ -207,7 +207,7 @@ def keeps_a_set(loaders, *, num_prompts, records, memory):
   return loaders["letters"].take(num_prompts)
 
 
-def test_a_loader_function_that_does_not_keep_its_word_is_told(two):
+def test_a_loader_function_that_breaks_its_contract_is_reported(two):
   with pytest.raises(ValueError, match="dataloader returned 3 prompts, expected 4"):
     stream(two, dataloader=f"{__name__}.too_few").take(4)
   with pytest.raises(TypeError, match="the memory of data.dataloader must be JSON"):
@@ -222,7 +222,7 @@ def divides(loaders, *, num_prompts, records, memory):
   return num_prompts / 0
 
 
-def test_other_data_than_those_of_the_state_are_told(two, caplog):
+def test_data_that_differ_from_the_state_are_reported(two, caplog):
   state = stream(two, num_prompts_per_dataloader=2).state()
   renamed = [two[0], {**two[1], "name": "numbers"}]
   stream(renamed, num_prompts_per_dataloader=2, state=state)
@@ -241,7 +241,7 @@ def test_other_data_than_those_of_the_state_are_told(two, caplog):
   assert "the rows of 'digits' are not those that the run began with" in caplog.text
 
 
-def test_other_weights_than_those_of_the_state_begin_their_shares_anew(two):
+def test_shares_begin_again_if_weights_differ_from_the_state(two):
   more = [{**two[0], "weight": 1}, {**two[1], "weight": 1}, {**two[1], "weight": 2, "name": "new"}]
   source = stream(more[:2])
   source.take(40)
@@ -303,7 +303,7 @@ def test_a_curriculum_that_could_not_work_is_refused(two, settings):
 def test_a_split_parts_the_rows_in_their_order(size):
   sides = {}
   for side in ("train", "validation"):
-    part = Part(10, side=side, split_validation_size=size, split_seed=1)
+    part = RowSelection(10, side=side, split_validation_size=size, split_seed=1)
     sides[side] = [part.source_row(row) for row in range(len(part))]
     assert sides[side] == sorted(sides[side])
   assert sorted(sides["train"] + sides["validation"]) == list(range(10))
@@ -312,7 +312,7 @@ def test_a_split_parts_the_rows_in_their_order(size):
 
 def test_a_split_depends_on_its_seed_alone():
   drawn = lambda seed: [
-    Part(1000, side="validation", split_validation_size=9, split_seed=seed).source_row(row)
+    RowSelection(1000, side="validation", split_validation_size=9, split_seed=seed).source_row(row)
     for row in range(9)
   ]
   assert drawn(1) == drawn(1) != drawn(2)
@@ -321,7 +321,7 @@ def test_a_split_depends_on_its_seed_alone():
 def test_splits_that_leave_a_side_empty_are_refused():
   for size, reason in ((10, "splits 10 of 10"), (-1, "negative"), (2.5, "a whole number")):
     with pytest.raises(ValueError, match=reason):
-      Part(10, side="train", split_validation_size=size)
+      RowSelection(10, side="train", split_validation_size=size)
 
 
 def test_a_stream_never_sees_what_is_split_off(two):
@@ -389,7 +389,7 @@ def example(first_line):
 
 def test_the_loader_function_of_the_page_works(two, monkeypatch):
   worse_first = example("# my_loaders.py")["worse_first"]
-  monkeypatch.setattr("grpo_jax.data.feeding.DATALOADERS", {"worse_first": worse_first})
+  monkeypatch.setattr("grpo_jax.data.streams.DATALOADERS", {"worse_first": worse_first})
   source = stream(two, dataloader="worse_first", dataloader_args={"extra": 1})
   counts = []
   for step, (letters, digits) in enumerate([(0.9, 0.2), (0.1, 0.2)]):

@@ -10,7 +10,7 @@ from grpo_jax.data import columns, named
 from grpo_jax.data.byte_tokenizer import ByteTokenizer
 from grpo_jax.data.formats import LeftOut, RowError
 from grpo_jax.data.groups import group_of
-from grpo_jax.offline import recorded as offline
+from grpo_jax.offline import recorded_groups
 
 TOKENIZER = ByteTokenizer()
 
@@ -325,8 +325,8 @@ def test_a_preference_names_the_reference(tmp_path, preference, reference):
 
 
 def groups(path, name):
-  dataset = offline.open_groups(
-    TOKENIZER, options=offline.Options(), on_error="stop", path=path, dataset=name
+  dataset = recorded_groups.open_groups(
+    TOKENIZER, options=recorded_groups.Options(), on_error="stop", path=path, dataset=name
   )
   return [group_of(dataset.prompt(row, epoch=0)) for row in range(len(dataset))]
 
@@ -362,8 +362,8 @@ def test_answered_questions_of_openassistant_are_prompts_and_ranked_groups(tmp_p
   assert first.info["expected_answer"] == "Blue." and first.info["message_id"] == "q"
   assert second.text.startswith("<role>user\nA colour?<end><role>assistant\nBlue.<end><role>user")
   assert second.info["expected_answer"] == "Red."
-  dataset = offline.open_groups(
-    TOKENIZER, options=offline.Options(), on_error="stop", path=path, dataset="oasst1"
+  dataset = recorded_groups.open_groups(
+    TOKENIZER, options=recorded_groups.Options(), on_error="stop", path=path, dataset="oasst1"
   )
   item = group_of(dataset.prompt(0, epoch=0))
   assert {r.text: r.reward for r in item.group.rollouts} == {"Sky.": 0.0, "Blue.": 1.0}
@@ -469,7 +469,7 @@ def test_an_unknown_name_lists_those_that_there_are(tmp_path):
     only(copy_of(tmp_path, {}), "MATH-50")
 
 
-def test_what_the_user_gives_stands_before_what_the_table_says(tmp_path):
+def test_what_the_user_gives_overrides_the_table(tmp_path):
   path = copy_of(tmp_path, {"q": "1+1?", "a": "so\n#### 2"})
   prompt = only(
     path, "gsm8k", input_key="q", output_key="a", prompt_template="{}!", environment="mine"

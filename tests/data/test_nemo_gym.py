@@ -9,7 +9,7 @@ from grpo_jax import data
 from grpo_jax.data import nemo_gym
 from grpo_jax.data.byte_tokenizer import ByteTokenizer
 from grpo_jax.data.formats import PromptStyle, RowError
-from grpo_jax.data.recorded import Style, Turn
+from grpo_jax.data.recorded import RecordedTurn, Style
 
 FOLDER = pathlib.Path(__file__).parent / "nemo_gym"
 
@@ -37,9 +37,9 @@ def test_a_real_game_has_the_turns_of_both_sides():
   assert [m["role"] for m in found.messages] == ["system", "user", "user"]
   hand = "Your hand: [8, 5, 3] = 16\nDealer shows: A\n"
   assert found.responses[0].turns == (
-    Turn("assistant", "<action>hit</action>"),
-    Turn("user", f"{hand}Respond with <action>hit</action> or <action>stand</action>."),
-    Turn("assistant", "<action>hit</action>"),
+    RecordedTurn("assistant", "<action>hit</action>"),
+    RecordedTurn("user", f"{hand}Respond with <action>hit</action> or <action>stand</action>."),
+    RecordedTurn("assistant", "<action>hit</action>"),
   )
   assert found.responses[0].reward == -1.0
   assert found.group_type == "blackjack_gymnasium_agent"
@@ -70,7 +70,7 @@ def test_the_simpler_shape_of_the_guides_is_read_alike():
   assert recording(simple).responses == recording(row).responses
 
 
-def test_input_may_be_a_text_and_instructions_are_the_system_prompt():
+def test_input_may_be_a_string_and_instructions_are_the_system_prompt():
   row = rollout(item("b"))
   row["responses_create_params"] = {"input": "Q", "instructions": "Be brief."}
   assert recording(row).messages == (
@@ -93,9 +93,9 @@ def test_tool_calls_are_calls_of_the_assistant_and_their_outputs_a_turn():
   said = {"role": "assistant", "content": "Let me add.", "tool_calls": [call]}
   answer = {"role": "tool", "content": "2", "tool_call_id": "c", "name": "add"}
   assert found.responses[0].turns == (
-    Turn("assistant", as_text, message=said),
-    Turn("tool", "2", message=answer),
-    Turn("assistant", "It is 2."),
+    RecordedTurn("assistant", as_text, message=said),
+    RecordedTurn("tool", "2", message=answer),
+    RecordedTurn("assistant", "It is 2."),
   )
   (tool,) = found.tools
   assert tool["function"]["name"] == "add" and tool["function"]["parameters"] == {"type": "object"}
@@ -139,7 +139,7 @@ def test_a_prompt_may_be_a_system_message_alone():
   assert [m["role"] for m in recording(row).messages] == ["system"]
 
 
-def test_what_the_environment_said_last_is_no_part_of_the_response():
+def test_the_last_message_of_the_environment_is_not_part_of_the_response():
   assert len(recording(rollout(item("a"), item("bye", "user"))).responses[0].turns) == 1
 
 
@@ -155,9 +155,9 @@ def test_recorded_tokens_are_taken_as_they_are():
   found = recording(rollout(first, item("env", "user"), second, empty, tools=[{"name": "t"}]))
   assert found.prompt_ids == (1, 2)
   assert found.responses[0].turns == (
-    Turn("assistant", "", (3,), (-0.5,)),
-    Turn("environment", "", (9, 9)),
-    Turn("assistant", "", (4, 5), (-0.25, -1.0)),
+    RecordedTurn("assistant", "", (3,), (-0.5,)),
+    RecordedTurn("environment", "", (9, 9)),
+    RecordedTurn("assistant", "", (4, 5), (-0.25, -1.0)),
   )
 
 

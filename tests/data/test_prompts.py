@@ -14,7 +14,7 @@ from grpo_jax.data.byte_tokenizer import ByteTokenizer
 from grpo_jax.data.formats import RowError
 from grpo_jax.data.generated import ReasoningGymSource
 from grpo_jax.data.jsonl import JsonlSource, index_lines
-from grpo_jax.data.skipped import OverlongError
+from grpo_jax.data.skipped_rows import OverlongError
 
 TOKENIZER = ByteTokenizer()
 
@@ -105,7 +105,7 @@ def test_order_depends_on_the_seed_and_on_nothing_else(gsm8k):
 
 
 @pytest.mark.parametrize("cut", [0, 1, 6, 7, 10])
-def test_a_resumed_stream_goes_on_as_an_unbroken_one(gsm8k, cut):
+def test_a_resumed_stream_continues_like_an_unbroken_one(gsm8k, cut):
   unbroken = ids(stream(gsm8k, seed=5).take(18))
   first = stream(gsm8k, seed=5)
   head = ids(first.take(cut))
@@ -254,7 +254,7 @@ def test_a_line_that_fits_no_model_is_not_read(tmp_path, monkeypatch):
     source[1]
 
 
-def test_held_out_prompts_that_are_cut_are_told(gsm8k, caplog):
+def test_held_out_prompts_that_are_too_long_are_reported(gsm8k, caplog):
   own = {"path": gsm8k, "input_key": "question", "output_key": "answer"}
   data.make_held_out(TOKENIZER, **own, overlong="zero_weight", limit=3)
   assert not caplog.text
@@ -433,7 +433,7 @@ def test_task_names_lead_rows_to_their_environment_and_prompt(tmp_path):
     made(tmp_path, {"problem": "1", "expected_answer": "1"}, tasks=TASKS)
 
 
-def test_a_task_name_that_is_no_text_is_a_broken_row(tmp_path):
+def test_a_task_name_that_is_not_a_string_is_a_broken_row(tmp_path):
   path = tmp_path / "tasks.jsonl"
   path.write_text('{"problem": "q", "expected_answer": "a", "task_name": ["sums"]}\n')
   with pytest.raises(RowError, match=r"tasks\.jsonl:1: task_name \['sums'\] is not in"):
@@ -533,6 +533,6 @@ def test_another_field_may_hold_the_tools_or_none(tmp_path):
   assert tools_of(tmp_path, row, tools_key="") == []
 
 
-def test_tools_of_environments_are_no_field_of_a_dataset(gsm8k):
+def test_a_dataset_has_no_field_for_tools_of_environments(gsm8k):
   with pytest.raises(ValueError, match="no field 'tools_of'"):
     stream(gsm8k, tools_of={})

@@ -7,7 +7,7 @@ import pytest
 from grpo_jax.data import recorded
 from grpo_jax.data.formats import PromptStyle, RowError
 from grpo_jax.data.groups import from_any
-from grpo_jax.data.recorded import Style, Turn
+from grpo_jax.data.recorded import RecordedTurn, Style
 
 RANKED = {
   "prompt": "Name a colour.",
@@ -37,7 +37,7 @@ def test_a_ranked_group_keeps_prompt_responses_ranks_and_type():
   found = recorded.from_ranked(row, "f:1", Style())
   assert found.messages == ({"role": "user", "content": "Name a colour."},)
   assert [r.turns for r in found.responses] == [
-    (Turn("assistant", text),) for text in ("blue", "sky", "seven")
+    (RecordedTurn("assistant", text),) for text in ("blue", "sky", "seven")
   ]
   assert [r.rank for r in found.responses] == [1, 2, 3]
   assert (found.key, found.group_type) == (None, "colours")
@@ -53,7 +53,7 @@ def test_system_prompt_and_template_are_put_around_the_prompt():
   )
 
 
-def test_other_names_and_rewards_in_the_place_of_ranks():
+def test_other_names_and_rewards_instead_of_ranks():
   row = {"q": "Hi", "group": [{"a": "x", "score": 0.5}, {"a": "y", "score": 2}]}
   style = Style(input_key="q", output_key="a", reward_key="score")
   found = recorded.from_ranked(row, "f:1", style)
@@ -70,7 +70,7 @@ def test_a_recorded_response_is_grouped_by_its_input():
   keys = [recorded.from_recorded(r, "f:1", Style()).key for r in (row, same, other, apart)]
   assert keys[0] == keys[1] and len({keys[0], keys[2], keys[3]}) == 3
   response = recorded.from_recorded(row, "f:1", Style()).responses[0]
-  assert (response.turns, response.reward) == ((Turn("assistant", "1,081"),), 1.0)
+  assert (response.turns, response.reward) == ((RecordedTurn("assistant", "1,081"),), 1.0)
 
 
 def test_prompts_and_responses_may_be_chats():
@@ -89,16 +89,16 @@ def test_a_rollout_of_a_run_keeps_tokens_mask_and_logprobs():
   found = recorded.from_rollouts(ROLLOUT, "f:1", Style())
   (response,) = found.responses
   assert response.turns == (
-    Turn("assistant", "", (7, 8), (-0.5, -0.25)),
-    Turn("environment", "", (9,), None),
-    Turn("assistant", "", (10,), (-1.0,)),
+    RecordedTurn("assistant", "", (7, 8), (-0.5, -0.25)),
+    RecordedTurn("environment", "", (9,), None),
+    RecordedTurn("assistant", "", (10,), (-1.0,)),
   )
   assert math.isnan(response.reward) and response.is_truncated
   assert response.components["format"] == 1.0 and math.isnan(response.components["answer"])
   assert (found.prompt_ids, found.prompt_text) == ((5, 6), "Q")
 
 
-def test_formats_are_told_apart_by_their_fields():
+def test_formats_are_distinguished_by_their_fields():
   recorded_row = {"input": "a", "output": "b", "reward": 1}
   gym = {
     "responses_create_params": {"input": "a"},

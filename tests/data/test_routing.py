@@ -36,7 +36,7 @@ def test_a_row_goes_to_the_environment_of_its_dataset_unless_it_names_one(read):
   assert [p.environment for p in mine] == ["code"] * 5
 
 
-def test_an_environment_that_does_not_exist_is_told_with_its_line(read):
+def test_an_environment_that_does_not_exist_is_reported_with_its_line(read):
   message = r"rows.jsonl:2: environment 'maths' .*did you mean 'math'.*math, code"
   with pytest.raises(RowError, match=message):
     read({}, {"environment": "maths"})

@@ -98,7 +98,7 @@ def test_a_path_takes_the_place_of_a_task_but_not_of_a_source_of_the_users_own()
   assert given(seeds, "kind", "task", "task_seed") == {**shared, "task_seed": 9}
 
 
-def test_a_text_takes_the_place_of_the_shared_file_of_it():
+def test_text_replaces_the_shared_file_with_text():
   own = {"path": "y", "prompt_template": "{}"}
   one = sets({"path": "x", "prompt_file": "cot.txt"}, own)["heldout"]
   assert given(one, "prompt_file", "prompt_template") == {

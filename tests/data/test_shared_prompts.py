@@ -9,7 +9,7 @@ from grpo_jax import data
 from grpo_jax.data import overlap
 from grpo_jax.data.byte_tokenizer import ByteTokenizer
 from grpo_jax.data.group_options import Options
-from grpo_jax.offline import recorded
+from grpo_jax.offline import recorded_groups
 
 TOKENIZER = ByteTokenizer()
 
@@ -68,7 +68,7 @@ def test_chats_are_compared_by_all_their_messages(tmp_path):
   assert counted(training, test).shared == 1
 
 
-def test_rows_without_an_answer_are_told_apart_by_their_other_fields(tmp_path):
+def test_rows_without_an_answer_are_distinguished_by_their_other_fields(tmp_path):
   rows = [{"problem": "Play.", "board": board} for board in range(4)]
   training = {"path": write(tmp_path / "train.jsonl", rows[:3]), "output_key": ""}
   test = {"path": write(tmp_path / "test.jsonl", rows[2:]), "output_key": ""}
@@ -136,7 +136,7 @@ def test_recorded_groups_are_compared_by_their_prompts(tmp_path):
     return {"prompt": prompt, "group": responses}
 
   def opener(tokenizer, **fields):
-    return recorded.open_groups(tokenizer, options=Options(), on_error="stop", **fields)
+    return recorded_groups.open_groups(tokenizer, options=Options(), on_error="stop", **fields)
 
   training = {"path": write(tmp_path / "train.jsonl", [group(p, "a") for p in "abcd"])}
   test = {"path": write(tmp_path / "test.jsonl", [group(p, "b") for p in "cdef"])}

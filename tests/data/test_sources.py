@@ -98,7 +98,7 @@ def test_parquet_gives_the_rows_of_the_same_jsonl(tmp_path, monkeypatch, unpacke
   assert len(list((tmp_path / "cache").rglob("rows.arrow"))) == unpacked
 
 
-def test_what_is_no_parquet_is_refused(tmp_path):
+def test_a_file_that_is_not_parquet_is_refused(tmp_path):
   pytest.importorskip("pyarrow")
   with pytest.raises(ValueError, match="x.parquet is not a readable parquet file"):
     problems(path=write(tmp_path / "x.parquet", "PAR0"))
@@ -205,7 +205,7 @@ def test_a_hub_that_is_silent_is_not_asked_again_and_again(monkeypatch):
   assert modes == [True] and not datasets.config.HF_HUB_OFFLINE
 
 
-def test_no_data_at_all_is_told():
+def test_no_data_at_all_is_reported():
   with pytest.raises(ValueError, match=r"there is no data: give data.path, data.dataset or"):
     problems()
 
@@ -237,7 +237,7 @@ def test_a_cached_index_finds_the_same_rows_and_is_made_once(
   assert len(indexes(cache)) == 1
 
 
-def test_a_changed_file_is_indexed_anew_and_the_old_index_removed(tmp_path, cache, always_cached):
+def test_a_changed_file_is_indexed_again_and_the_old_index_removed(tmp_path, cache, always_cached):
   path = write(tmp_path / "x.jsonl", as_lines(ROWS))
   JsonlSource(path)
   (old,) = indexes(cache)
@@ -274,7 +274,7 @@ def test_an_empty_file_leaves_no_index(tmp_path, cache, always_cached):
   assert list(cache.rglob("lines-1*")) == []
 
 
-def test_a_file_that_is_changed_while_it_is_read_is_told_from_a_broken_row(tmp_path):
+def test_a_file_that_changes_while_it_is_read_is_not_reported_as_a_broken_row(tmp_path):
   path = write(tmp_path / "x.jsonl", as_lines(ROWS))
   source = open_source(SourceConfig("auto", path=path))
   write(path, as_lines(reversed([*ROWS, {"problem": "x" * 50}])))

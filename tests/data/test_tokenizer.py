@@ -164,7 +164,7 @@ def test_variables_of_the_template_are_given_by_option(folder):
   assert load(folder, chat_template=template).render(chat) == plain + "<no_think>"
 
 
-def test_missing_folder_and_missing_tokenizer_are_told_apart(tmp_path):
+def test_a_missing_folder_and_a_missing_tokenizer_have_different_messages(tmp_path):
   with pytest.raises(FileNotFoundError, match="no tokenizer folder"):
     load(tmp_path / "none")
   (tmp_path / "config.json").write_text("{}")

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 
 from grpo_jax.compilation.programs import abstract
-from grpo_jax.engines import decoding, jax_sampler, scheduling, session
-from grpo_jax.engines.scheduling import Sizes, Slot
+from grpo_jax.engines import continuous_batching, decoding, jax_sampler, scheduling
+from grpo_jax.engines.scheduling import SamplerSizes, Slot
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 
@@ -27,7 +27,7 @@ class Described(NamedTuple):
 
 
 def described(
-  config: ModelConfig, params: Any, *, rows: int, sizes: Sizes, dtype: str = "float32"
+  config: ModelConfig, params: Any, *, rows: int, sizes: SamplerSizes, dtype: str = "float32"
 ) -> Described:
   """Returns the arguments of the programs for a number of rows.
 
@@ -41,8 +41,12 @@ def described(
   options = decoding.Options(config, Products(dtype), chunk=4, group=4)
   options = sizes.applied(jax_sampler._with_sharding(options, params))
   weights = decoding.described(params, options)
-  ring = session._described(session._empty_ring, sizes.blocks, sizes.rows, sizes.columns, options)
-  pages = session._described(session._empty_pages, sizes.pages, sizes.page, options)
+  ring = continuous_batching._described(
+    continuous_batching._empty_ring, sizes.blocks, sizes.rows, sizes.columns, options
+  )
+  pages = continuous_batching._described(
+    continuous_batching._empty_pages, sizes.pages, sizes.page, options
+  )
   layout = {"page": sizes.page, "pages": sizes.pages, "table": sizes.table}
   prompt = [(np.zeros(1, np.int32), Slot(pages=(0,), length=1))]
   chunk = next(scheduling.make_chunks(prompt, **layout, tokens=sizes.prefill))

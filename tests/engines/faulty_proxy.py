@@ -162,7 +162,7 @@ def hangs_up(handler, body):
   handler.close_connection = True
 
 
-def is_no_http(handler, body):
+def is_not_http(handler, body):
   handler.wfile.write(b"\x00\x01SSH-2.0\r\n\r\n")
   handler.close_connection = True
 
@@ -182,5 +182,5 @@ BAD_ANSWERS = (
   aborts,
   says_half,
   hangs_up,
-  is_no_http,
+  is_not_http,
 )

@@ -171,14 +171,14 @@ class Simulated:
       else:
         spans.append({"version": str(said), "start": at, "end": at + 1})
     tokens = [(request.seed + i) % 50 for i in range(request.count)]
-    told = [[x, i, None] for x, i in zip(request.logprobs, tokens, strict=True)]
+    reported = [[x, i, None] for x, i in zip(request.logprobs, tokens, strict=True)]
     return {
       "meta_info": {
         "id": request.name,
         "finish_reason": {"type": "length", "length": request.count},
         "completion_tokens": request.count,
         "weight_versions": spans,
-        "output_token_logprobs": told,
+        "output_token_logprobs": reported,
       }
     }
 

@@ -11,9 +11,9 @@ from grpo_jax.data.byte_tokenizer import ByteTokenizer
 from grpo_jax.engines import base
 from grpo_jax.engines.fake import FakeEngine
 from grpo_jax.engines.sglang import SGLangEngine
-from grpo_jax.serving.asking import AtOnce, Rounds
+from grpo_jax.serving.request_scheduling import ImmediateScheduler, RoundScheduler
 from grpo_jax.serving.requests import Options, TextRequest
-from grpo_jax.serving.session import Policy, Session
+from grpo_jax.serving.session import ServedPolicy, Session
 from grpo_jax.types import FinishReason
 from tests.engines import sglang_fixtures, tiny
 from tests.engines.sglang_fixtures import decode
@@ -113,7 +113,7 @@ def test_same_seed_writes_the_same_completion_and_another_seed_another(engine):
   assert generations["0"].token_ids.tolist() != generations["2"].token_ids.tolist()
 
 
-def test_seeds_of_64_bits_are_told_apart_in_every_bit(engine):
+def test_seeds_of_64_bits_differ_in_every_bit(engine):
   seeds = [1, 1 + 2**32, 1 + 2**63, 2**64 - 1]
   generations = tiny.run(engine, [tiny.request(s, [1, 2], seed=s) for s in seeds])
   assert len({tuple(g.token_ids.tolist()) for g in generations.values()}) == len(seeds)
@@ -344,31 +344,33 @@ class Numbers(ByteTokenizer):
     return decode([int(i) for i in ids])
 
 
-@pytest.mark.parametrize("asker", [AtOnce, Rounds], ids=["at_once", "rounds"])
-def test_turns_of_sessions_have_the_logprobs_of_the_model_after_all_tokens_before(made, asker):
+@pytest.mark.parametrize(
+  "scheduler", [ImmediateScheduler, RoundScheduler], ids=["at_once", "rounds"]
+)
+def test_turns_of_sessions_have_the_logprobs_of_the_model_after_all_tokens_before(made, scheduler):
   engine, logprobs = made
 
   async def converse(policy, number):
     session = Session(policy, name=f"p{number}#0", number=number, seed=lambda turn: 7 * turn)
     prompt = (1, 2, 3 + number)
-    policy.asker.join()
+    policy.scheduler.join()
     try:
       for _ in range(2):
         request = TextRequest(prompt=prompt, options=Options(has_token_ids=True))
         answer = await session.complete(request)()
         prompt = (*prompt, *map(int, answer.generation.token_ids), 5)
     finally:
-      policy.asker.leave()
+      policy.scheduler.leave()
     return session.last_chain()
 
   async def all_of_them():
     sampling = base.SamplingParams(max_tokens=6)
     options = {"tokenizer": Numbers(), "sampling": sampling, "max_tokens": 64, "tool_form": None}
-    policy = Policy(asker=asker(engine), **options)
+    policy = ServedPolicy(scheduler=scheduler(engine), **options)
     try:
       return await asyncio.gather(*(converse(policy, number) for number in range(4)))
     finally:
-      await policy.asker.close()
+      await policy.scheduler.close()
 
   for first, second in asyncio.run(all_of_them()):
     assert second.prompt_ids.tolist() == [*first.token_ids, 5]

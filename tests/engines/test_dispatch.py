@@ -8,8 +8,8 @@ import time
 import pytest
 
 from grpo_jax.engines import dispatch
-from grpo_jax.engines.calls import Call
-from grpo_jax.engines.dispatch import Dispatcher, Job
+from grpo_jax.engines.dispatch import CompletionJob, Dispatcher
+from grpo_jax.engines.generate_call import GenerateCall
 from grpo_jax.engines.server import FleetError, Server
 from grpo_jax.engines.sglang_client import Client
 from grpo_jax.http.failures import Overloaded, Refused, Unanswered
@@ -97,8 +97,8 @@ def requests(count, prompt=(1, 2)):
 
 async def collect(dispatcher, wanted):
   """Returns what comes, as (request id, its token), in order of arrival."""
-  call = Call(wanted, None)
-  dispatcher.submit([Job(request, call) for request in wanted])
+  call = GenerateCall(wanted, None)
+  dispatcher.submit([CompletionJob(request, call) for request in wanted])
   return [(g.request_id, int(g.token_ids[0])) async for g in call.stream()]
 
 
@@ -250,8 +250,8 @@ def test_a_server_that_failed_gets_nothing_before_its_health_was_looked_at():
 def test_a_caller_that_leaves_frees_its_places():
   async def go():
     dispatcher, (server,) = dispatcher_of(hangs, in_flight=4)
-    left = Call(requests(20), None)
-    dispatcher.submit([Job(request, left) for request in left.requests])
+    left = GenerateCall(requests(20), None)
+    dispatcher.submit([CompletionJob(request, left) for request in left.requests])
     await until(lambda: len(server.client.bodies) == 4)
     assert dispatcher.in_flight == 4
     dispatcher.leave(left)
@@ -265,8 +265,8 @@ def test_a_caller_that_leaves_frees_its_places():
 def test_the_end_of_a_call_does_not_look_through_the_jobs_of_all_others(monkeypatch):
   async def go():
     dispatcher, _ = dispatcher_of(answers)
-    call = Call(requests(3), None)
-    dispatcher.submit([Job(request, call) for request in call.requests])
+    call = GenerateCall(requests(3), None)
+    dispatcher.submit([CompletionJob(request, call) for request in call.requests])
     assert len([each async for each in call.stream()]) == 3
     monkeypatch.setattr(dispatcher._placement, "drop", lambda _: pytest.fail("looked at all jobs"))
     dispatcher.leave(call)
@@ -301,8 +301,8 @@ def test_an_error_of_our_own_fails_the_call_instead_of_hanging_it():
 
 
 async def versions_of(dispatcher, wanted):
-  call = Call(wanted, None)
-  dispatcher.submit([Job(request, call) for request in wanted])
+  call = GenerateCall(wanted, None)
+  dispatcher.submit([CompletionJob(request, call) for request in wanted])
   return {int(g.request_id): g.weight_versions.tolist() async for g in call.stream()}
 
 

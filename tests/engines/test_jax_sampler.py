@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.engines import decoding, sampling, scheduling, session
+from grpo_jax.engines import continuous_batching, decoding, sampling, scheduling
 from grpo_jax.models.config import LayerKind, Rope
 from grpo_jax.models.products import Products
 from grpo_jax.types import FinishReason
@@ -183,10 +183,14 @@ def test_each_distinct_prompt_is_prefilled_once_for_all_its_completions():
 def busy_session(sizes, requests, *, group=8):
   """Returns a session that has computed one chunk of the requests, and its weights."""
   options = decoding.Options(CONFIG, Products(), 4, group=group)
-  busy = session.Session(
-    options, sizes=sizes, decode_text=None, stats=session.Stats(), programs=session.Programs()
+  busy = continuous_batching.ContinuousBatcher(
+    options,
+    sizes=sizes,
+    decode_text=None,
+    stats=continuous_batching.Stats(),
+    programs=continuous_batching.Programs(),
   )
-  busy.submit([scheduling.Completion(r, None, scheduling.prompt_key(r)) for r in requests])
+  busy.submit([scheduling.RunningCompletion(r, None, scheduling.prompt_key(r)) for r in requests])
   weights = decoding.split_layers(tiny.params(CONFIG), options)
   busy.advance(weights, 0)
   return busy, weights
@@ -475,7 +479,7 @@ def test_padding_ids_of_the_vocabulary_are_never_sampled():
   assert tokens.max() < 10
 
 
-def test_weights_that_are_not_finite_raise_in_the_caller_and_good_ones_go_on():
+def test_weights_that_are_not_finite_raise_in_the_caller_and_good_ones_continue():
   engine = sampler()
   tree = tiny.params(CONFIG)
   engine.load_weights(jax.tree.map(lambda x: x * jnp.nan, tree), version=7)

@@ -217,7 +217,7 @@ def test_more_tokens_than_asked_for_are_refused():
     read(ANSWER, max_tokens=2)
 
 
-def test_an_aborted_request_is_no_completion():
+def test_an_aborted_request_is_not_a_completion():
   with pytest.raises(messages.Aborted, match="because"):
     read(answer(finish_reason={"type": "abort", "message": "because"}))
 

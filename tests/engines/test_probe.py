@@ -63,14 +63,14 @@ def test_weights_of_the_step_before_are_found(asked, right):
   differs(asked, right, before)
 
 
-def test_logprobs_that_are_no_numbers_are_found(right):
+def test_logprobs_that_are_not_numbers_are_found(right):
   broken = right.copy()
   broken[3] = np.nan
   with pytest.raises(probe.WrongWeights):
     probe.check(broken, right, tolerance=1e9, what="server 1")
 
 
-def test_one_token_that_is_off_is_found_and_told(right):
+def test_one_token_that_is_off_is_found_and_reported(right):
   off = right.copy()
   off[3] += 0.01
   with pytest.raises(probe.WrongWeights, match=r"up to 0.01 nats .*probe_tolerance is 0.005"):

@@ -9,13 +9,13 @@ import pytest
 
 from grpo_jax.engines.prompt_scoring import Passage, PromptScorer, ScoringError
 from grpo_jax.http import addresses
-from grpo_jax.http.retries import Patience
+from grpo_jax.http.retries import RetryPolicy
 from tests.environments.scripted_server import answer, half, hang, hang_up, raw, serving
 
 IDS = (5, 6, 7, 8)
 FIRST = 2
 PASSAGE = Passage(np.asarray(IDS), FIRST)
-PATIENCE = Patience(timeout_s=10.0, total_timeout_s=30.0, retries=1, backoff_s=0.01)
+PATIENCE = RetryPolicy(timeout_s=10.0, total_timeout_s=30.0, retries=1, backoff_s=0.01)
 
 
 def logprob(token):

@@ -66,8 +66,8 @@ def sample(server, seeds, *, temperature=1.0, prompt=PROMPT, tokens=24):
     "return_logprob": True,
   }
   answers = json.loads(ask(server, "/generate", body))
-  told = [answer["meta_info"]["output_token_logprobs"] for answer in answers]
-  return [([token for _, token, _ in each], [logprob for logprob, *_ in each]) for each in told]
+  reported = [answer["meta_info"]["output_token_logprobs"] for answer in answers]
+  return [([token for _, token, _ in each], [logprob for logprob, *_ in each]) for each in reported]
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +84,10 @@ def served(tmp_path_factory):
     assert server.wait(30.0)
 
 
-def test_real_server_starts_with_the_weight_version_it_is_told(served):
+def test_real_server_starts_with_the_given_weight_version(served):
   server, model = served
-  told = json.loads(ask(server, "/model_info"))
-  assert (told["weight_version"], told["model_path"]) == ("7", str(model))
+  reported = json.loads(ask(server, "/model_info"))
+  assert (reported["weight_version"], reported["model_path"]) == ("7", str(model))
 
 
 def test_real_server_samples_as_its_seeds_say(served):
@@ -102,7 +102,7 @@ def test_real_server_samples_as_its_seeds_say(served):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_real_server_tells_the_logprobs_of_the_distribution_it_samples_from(served, temperature):
+def test_real_server_returns_the_logprobs_of_the_distribution_it_samples_from(served, temperature):
   torch = pytest.importorskip("torch")
   transformers = pytest.importorskip("transformers")
   server, folder = served

@@ -341,7 +341,7 @@ def test_servers_of_another_process_of_the_host_have_the_gpus_and_ports_before(s
     server_process.check(options(server.log.parent, port=65534, slot=1, first=5), servers=2)
 
 
-def test_free_ports_are_none_that_an_outgoing_connection_takes():
+def test_free_ports_are_outside_the_range_of_outgoing_connections():
   low, _ = map(int, pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
   ports = {server_process.free_port("127.0.0.1") for _ in range(20)}
   assert len(ports) > 10
@@ -355,7 +355,7 @@ def test_free_ports_are_none_that_an_outgoing_connection_takes():
   [
     ({"command": None, "python": pathlib.Path("/nowhere/python")}, "install_sglang.sh cpu"),
     ({"command": None, "python": pathlib.Path(sys.executable)}, "no SGLang in the environment"),
-    ({"device": "tpu"}, "cpu or cuda, got 'tpu'"),
+    ({"device": "tpu"}, "cuda or cpu, got 'tpu'"),
     ({"device": "cpu", "gpus": (0,)}, "use no GPUs"),
     ({"device": "cuda", "gpus": (0, 1, 2), "gpus_per_server": 2}, "need 4, but gpus lists 3"),
     ({"gpus_per_server": 0}, "at least 1 GPU"),

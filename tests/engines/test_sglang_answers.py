@@ -79,7 +79,7 @@ def test_an_answer_that_is_always_bad_stops_the_run_and_says_what_came(proxy, ma
     tiny.run(engine, [tiny.request("x", [1])])
 
 
-def test_what_is_refused_is_never_asked_again_and_the_engine_goes_on(proxy, make):
+def test_what_is_refused_is_never_asked_again_and_the_engine_continues(proxy, make):
   engine = make()
   before = proxy.count("/generate")
   proxy.fail("/generate", faulty_proxy.says_400)
@@ -170,7 +170,7 @@ def test_a_server_that_lost_the_weights_gets_them_again(proxy, make, sglang_serv
   check(tiny.run(engine, requests), requests)
 
 
-def test_requests_in_flight_go_on_while_weights_change(make):
+def test_requests_in_flight_continue_while_weights_change(make):
   """What was sampled says by which weights; nothing is lost."""
   engine = make()
   first = tiny.request("first", [1, 2], max_tokens=1)  # the others have far to go then.

@@ -91,7 +91,7 @@ def test_a_compressed_answer_within_the_bound_is_read(encoding):
     (raw(b"later", 429), "answered 429: later"),
   ],
 )
-def test_an_answer_that_cannot_be_read_is_no_answer(script, message):
+def test_an_unreadable_answer_does_not_count_as_an_answer(script, message):
   with serving(script) as server, pytest.raises(Unanswered, match=message):
     ask(server)
 

@@ -216,7 +216,7 @@ def test_closing_the_engine_leaves_no_process_and_no_weights(servers):
   assert not list((servers.workdir / "weights").glob("run-*"))
 
 
-def test_a_port_that_is_taken_is_told_before_anything_starts(sglang_model, tmp_path):
+def test_a_port_that_is_taken_is_reported_before_anything_starts(sglang_model, tmp_path):
   with socket.create_server(("127.0.0.1", 0)) as taken:
     port = taken.getsockname()[1]
     with pytest.raises(ServerError, match=f"port {port} is taken by process {os.getpid()}"):

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from grpo_jax.engines.prompt_scoring import Passage, PromptScorer
-from grpo_jax.http.retries import Patience
+from grpo_jax.http.retries import RetryPolicy
 from grpo_jax.models import transformer
 from grpo_jax.rl.logprobs import sequence_logprobs
 from tests.engines import sglang_fixtures, tiny
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
-PATIENCE = Patience(timeout_s=60.0, total_timeout_s=120.0, retries=1)
+PATIENCE = RetryPolicy(timeout_s=60.0, total_timeout_s=120.0, retries=1)
 
 
 def passages():

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.engines import decoding, jax_sampler, scheduling, session
+from grpo_jax.engines import continuous_batching, decoding, jax_sampler, scheduling
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.learn import sharding
 from grpo_jax.models import leaves, transformer
 from grpo_jax.models.products import Products
-from grpo_plan import collectives as hlo_collectives
+from grpo_plan import hlo_collectives
 from tests.engines import described, tiny
 
 MESHES = [
@@ -54,7 +54,7 @@ def prefill_on(shape):
   options = jax_sampler._with_sharding(decoding.Options(model_config, Products(), chunk=4), tree)
   weights = decoding.split_layers(tree, options)
   whole = np.zeros(TOKENS, np.int32)
-  chunk = decoding.Chunk(
+  chunk = decoding.PrefillChunk(
     whole, whole + 1, np.arange(TOKENS, dtype=np.int32), whole, whole[:4], np.zeros((), np.int32)
   )
   cache = decoding.empty_pages(4, 16, options)
@@ -81,7 +81,7 @@ def test_of_a_prefill_only_keys_and_values_move_over_the_axes_of_rows(shape):
   assert of_places and max(math.prod(a.shape) for a in of_places) <= most
 
 
-SIZES = scheduling.Sizes(
+SIZES = scheduling.SamplerSizes(
   16, prefill=TOKENS, page=16, columns=16, blocks=2, table=3, pages=12, is_planned=True
 )
 
@@ -96,7 +96,7 @@ def decode_on(shape, **sizes):
   place = lambda x, at: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=at)
   tree = jax.tree.map(place, shapes, lies)
   given = described.described(model_config, tree, rows=16, sizes=SIZES)
-  program = session._decode.lower(*given.decode, options=given.options).compile()
+  program = continuous_batching._decode.lower(*given.decode, options=given.options).compile()
   return hlo_collectives.collectives(program.as_text(), devices=8), model_config
 
 

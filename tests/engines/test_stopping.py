@@ -68,10 +68,10 @@ def test_prompts_are_cut_into_chunks_and_only_the_last_is_padded():
   assert of("past") == [0, 4, 2]
 
 
-def test_rows_of_one_prompt_form_tiles_and_others_stand_alone():
+def test_rows_of_one_prompt_form_tiles_and_others_do_not():
   slots = {b"a": scheduling.Slot((3,), 1), b"b": scheduling.Slot((5,), 1)}
   active = [
-    scheduling.Completion(tiny.request(row, [1, 2]), None, key.encode(), row=row)
+    scheduling.RunningCompletion(tiny.request(row, [1, 2]), None, key.encode(), row=row)
     for row, key in enumerate("abaabaa")
   ]
   rows = scheduling.make_rows(active, 8, slots, group=4, table=1)

@@ -164,7 +164,7 @@ def test_a_folder_whose_removal_was_interrupted_is_removed(tmp_path, source):
 # --- disks that are full ------------------------------------------------------------------------
 
 
-def test_a_full_disk_is_told_and_the_next_write_works_once_there_is_room(small_disk, source):
+def test_a_full_disk_is_reported_and_the_next_write_works_once_there_is_room(small_disk, source):
   made = WeightFolders(small_disk / "w", CONFIG, source_directory=source, dtype="float32")
   ballast = small_disk / "ballast"
   ballast.write_bytes(b"x" * (shutil.disk_usage(small_disk).free - 60_000))
@@ -193,7 +193,7 @@ def test_a_disk_that_becomes_full_leaves_the_version_in_use(small_disk, source):
   made.close()
 
 
-def test_a_place_that_cannot_be_written_is_told(tmp_path, source):
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path, source):
   (tmp_path / "file").write_text("")
   with pytest.raises(TransferError, match="no folder for weights can be made in .*file"):
     WeightFolders(tmp_path / "file", CONFIG, source_directory=source, dtype="float32")
@@ -209,8 +209,8 @@ def test_memory_is_used_where_two_versions_fit(tmp_path):
 
 def test_a_version_keeps_the_model_s_own_config_and_tokenizer(folders, source):
   folder = folders.write(jax.tree.map(lambda x: x, tiny.params(CONFIG)), version=1)
-  told, own = (json.loads((f / "config.json").read_text()) for f in (folder, source))
-  assert {k: v for k, v in told.items() if "dtype" not in k} == {
+  reported, own = (json.loads((f / "config.json").read_text()) for f in (folder, source))
+  assert {k: v for k, v in reported.items() if "dtype" not in k} == {
     k: v for k, v in own.items() if "dtype" not in k
   }
   assert (folder / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.engines import scheduling, session
+from grpo_jax.engines import continuous_batching, scheduling
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.learn import sharding
 from grpo_jax.models import leaves, quantized, transformer
 from grpo_jax.models.config import LayerKind, Rope
 from grpo_jax.models.products import LowRank, Products
-from grpo_plan import collectives as hlo_collectives
+from grpo_plan import hlo_collectives
 from tests.engines import described, test_jax_sampler_lora, tiny, updates
 from tests.engines.sglang_fixtures import decode
 from tests.engines.test_jax_sampler import counted_compilations, texts
@@ -268,7 +268,7 @@ def test_on_a_mesh_an_update_in_flight_gives_the_tokens_of_one_device(shape):
     np.testing.assert_allclose(got[name].logprobs, generation.logprobs, atol=1e-5)
 
 
-SIZES = scheduling.Sizes(
+SIZES = scheduling.SamplerSizes(
   16, prefill=48, page=16, columns=16, blocks=2, table=3, pages=12, is_planned=True
 )
 
@@ -282,7 +282,9 @@ def test_on_a_mesh_the_ring_stays_where_it_is_as_completions_are_read_again(shap
   lies = sharding.param_shardings(transformer.logical_axes(model_config), mesh, shapes=shapes)
   place = lambda x, at: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=at)
   given = described.described(model_config, jax.tree.map(place, shapes, lies), rows=16, sizes=SIZES)
-  sampled = session.Programs().jobs(given.decode[0], given.options, SIZES, reads_again=True)
+  sampled = continuous_batching.Programs().jobs(
+    given.decode[0], given.options, SIZES, reads_again=True
+  )
   (job,) = [job for job in sampled if job.name.startswith("reading completions again")]
   found = hlo_collectives.collectives(job.run().as_text(), devices=8)
   moved = {array.shape for one in found for array in one.arrays}

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from grpo_jax.engines import fleet
-from grpo_jax.engines.calls import Call
-from grpo_jax.engines.dispatch import Dispatcher, Job
+from grpo_jax.engines.dispatch import CompletionJob, Dispatcher
 from grpo_jax.engines.fleet import Fleet
+from grpo_jax.engines.generate_call import GenerateCall
 from grpo_jax.engines.launching import LaunchOptions
-from grpo_jax.engines.server import Adapter, Options, Weights
+from grpo_jax.engines.server import Adapter, Options, WeightsVersion
 from grpo_jax.engines.sglang_client import Timeouts
 from grpo_jax.models import lora
 from tests.engines import simulated, tiny
@@ -118,7 +118,7 @@ class World:
     """As `SGLangEngine._publish` does it."""
     folder = pathlib.Path(f"weights-{version}")
     adapter = Adapter(f"adapter-{version}", pathlib.Path("base--1"), "base")
-    weights = Weights(
+    weights = WeightsVersion(
       version,
       folder,
       PROBE,
@@ -142,8 +142,8 @@ class World:
       for i in range(chance.randint(1, 8))
     ]
     least = self.published
-    call = Call(requests, None)
-    self.dispatcher.submit([Job(request, call) for request in requests])
+    call = GenerateCall(requests, None)
+    self.dispatcher.submit([CompletionJob(request, call) for request in requests])
     by_id = {request.request_id: request for request in requests}
     async for generation in call.stream():
       request = by_id.pop(generation.request_id)  # each comes once.

@@ -7,7 +7,7 @@ import pytest
 
 from grpo_jax import batching
 from grpo_jax.batching import packing
-from grpo_jax.engines import session
+from grpo_jax.engines import continuous_batching
 from grpo_jax.learn import train_step
 from grpo_jax.models.products import Products
 from grpo_jax.processes import arrays
@@ -20,7 +20,7 @@ SHAPE = packing.Shape(8, 256, 256)
 @contextlib.contextmanager
 def before_chunks(actions):
   """Calls functions before chunks of a sampler's session; the first chunk has the number 0."""
-  advance, count = session.Session.advance, 0
+  advance, count = continuous_batching.ContinuousBatcher.advance, 0
 
   def advanced(self, *arguments):
     nonlocal count
@@ -30,7 +30,7 @@ def before_chunks(actions):
     return advance(self, *arguments)
 
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(session.Session, "advance", advanced)
+    patch.setattr(continuous_batching.ContinuousBatcher, "advance", advanced)
     yield
 
 
@@ -38,7 +38,7 @@ def run(engine, requests, trees, chunks):
   """Samples while an engine gets weights, a version more each time.
 
   The new weights sample from the chunk on that follows the one they came before: the sampler reads
-  which weights it has before it calls the session.
+  which weights it has before it calls the batcher.
 
   Args:
     engine: Sampler that has weights.

@@ -215,7 +215,7 @@ def test_sandbox_in_which_no_program_runs_is_found_before_a_model_is_blamed(monk
     ("```x```", "raw", "```x```"),
   ],
 )
-def test_program_is_found_where_it_must_stand(text, form, code):
+def test_program_is_found_where_it_must_be(text, form, code):
   assert programs.EXTRACTORS[form](text, "f") == code
 
 

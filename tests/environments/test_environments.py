@@ -82,7 +82,7 @@ def test_a_module_of_the_users_own_needs_no_package(user_modules, module):
     ("my_rewards.LIMIT", "not a function but int"),
   ],
 )
-def test_what_is_no_environment_is_refused_with_what_it_is(user_modules, module, message):
+def test_what_is_not_an_environment_is_refused_with_what_it_is(user_modules, module, message):
   with pytest.raises(ValueError, match=message):
     environments.make(mine=dict(module=module))
 

@@ -7,7 +7,7 @@ from scripted_engine import TOKENIZER, ScriptedEngine
 from grpo_jax import environments
 from grpo_jax.data.byte_tokenizer import END
 from grpo_jax.engines.base import SamplingParams
-from grpo_jax.rollouts.collecting import Limits, collect_sync, error_counts
+from grpo_jax.rollouts.rollout import AttemptLimits, collect_sync, error_counts
 from grpo_jax.types import Prompt
 
 MODULE = """
@@ -64,7 +64,7 @@ def module(tmp_path, monkeypatch):
   monkeypatch.syspath_prepend(tmp_path)
 
 
-def score(name: str, *, limits: Limits | None = None, **settings):
+def score(name: str, *, limits: AttemptLimits | None = None, **settings):
   """Scores the completions "0", "1", "2" of one prompt; returns the group."""
   task = Prompt("x:0:0", TOKENIZER.encode("a"), "mine", {"scale": 4})
   engine = ScriptedEngine(lambda r: r.request_id.rpartition("#")[2].partition(".")[0])
@@ -79,7 +79,7 @@ def score(name: str, *, limits: Limits | None = None, **settings):
       sampling=SamplingParams(max_tokens=4, stop_ids=(END,)),
       seed=0,
       step=0,
-      limits=limits or Limits(environment_timeout_s=20.0, max_error_share=0.5),
+      limits=limits or AttemptLimits(environment_timeout_s=20.0, max_error_share=0.5),
     )
   return group
 
@@ -138,7 +138,7 @@ def test_a_function_has_a_time_out_of_its_own(name):
     ("nan_part", "nan: rewards_of_a_user.nan_part gave the reward {'a': nan}"),
   ],
 )
-def test_a_fault_of_a_function_costs_its_completion_and_is_told(name, error):
+def test_a_fault_of_a_function_costs_its_completion_and_is_reported(name, error):
   group = score(name)
   assert np.isnan(group.rewards).tolist() == [False, True, False]
   assert group.rollouts[1].error.startswith(error)

@@ -44,16 +44,16 @@ def test_a_thread_that_cannot_be_started_is_the_failure_of_the_attempt(monkeypat
 
 
 def test_a_call_that_is_cancelled_before_it_begins_does_not_end_the_thread(monkeypatch):
-  started = isolation._Job.started
+  started = isolation._EnvironmentCall.started
 
   def cancelled_first(job):
     job.cancel()
-    monkeypatch.setattr(isolation._Job, "started", started)
+    monkeypatch.setattr(isolation._EnvironmentCall, "started", started)
     started(job)
 
   async def two_calls():
     environment = IsolatedEnvironment(Instant, attempts.prompt_of(("user", "x")), timeout_s=5.0)
-    monkeypatch.setattr(isolation._Job, "started", cancelled_first)
+    monkeypatch.setattr(isolation._EnvironmentCall, "started", cancelled_first)
     with pytest.raises(EnvironmentFailure) as caught:
       await environment.start()
     assert caught.value.kind == "CancelledError"
@@ -80,9 +80,9 @@ def failures(factory, count, *, timeout_s=0.05):
 def test_an_environment_that_hangs_is_refused_until_its_calls_return(monkeypatch, caplog):
   monkeypatch.setattr(isolation, "_GRACE_S", 0.02)
   monkeypatch.setattr(hanging, "MOST", 3)
-  go_on = threading.Event()
+  release = threading.Event()
   made = environments.Environments(
-    {"x": lambda prompt: SingleTurn(lambda *_: go_on.wait(), prompt)}
+    {"x": lambda prompt: SingleTurn(lambda *_: release.wait(), prompt)}
   )
   before = {*threading.enumerate()}
   kinds = failures(made["x"], 20)  # a busy machine may need more than 0.05 s to begin a call.
@@ -90,7 +90,7 @@ def test_an_environment_that_hangs_is_refused_until_its_calls_return(monkeypatch
   assert len({*threading.enumerate()} - before) == 3
   assert made.metrics() == {"env/x/hanging_attempts": 3.0}
   assert len(caplog.records) == 1 and "3 earlier calls of it still hang" in caplog.text
-  go_on.set()
+  release.set()
   while made["x"].hanging.count():
     time.sleep(0.01)
   assert failures(made["x"], 1, timeout_s=5.0) == [""] and made.metrics() == {}
@@ -100,22 +100,22 @@ def test_an_environment_that_hangs_is_refused_until_its_calls_return(monkeypatch
 def test_what_an_environment_leaves_behind_counts_as_hanging(monkeypatch, leaves):
   monkeypatch.setattr(hanging, "MOST", 2)
   monkeypatch.setattr(hanging, "WINDING_UP_S", 0.0)
-  go_on, tasks = threading.Event(), []
+  release, tasks = threading.Event(), []
 
   async def never_ends():
-    while not go_on.is_set():
+    while not release.is_set():
       with contextlib.suppress(asyncio.CancelledError):
         await asyncio.sleep(0.01)
 
   async def reward(prompt, text):
     if leaves == "a thread of asyncio":
-      await asyncio.to_thread(go_on.wait)
+      await asyncio.to_thread(release.wait)
     tasks.append(asyncio.ensure_future(never_ends()))
     return 1.0
 
   factory = as_factory(lambda prompt: SingleTurn(reward, prompt))
   kinds = failures(factory, 20)
-  go_on.set()
+  release.set()
   assert kinds[-1] == "hanging" and "hanging" not in kinds[:2]
 
 

@@ -195,7 +195,7 @@ def test_graders_import_no_jax_and_nothing_of_the_package_but_the_sandbox(grader
   assert {m for m in modules if m.partition(".")[0] == "grpo_jax"} == set()
 
 
-def test_rewards_and_format_are_told_apart():
+def test_rewards_and_format_are_separate():
   settings = dict(answer="hash", reward_correct=2.0, reward_wrong=-1.0, format_reward=0.25)
   with environments.make(math=settings) as made:
     results = [asyncio.run(judge(made["math"], prompt("7"), t)) for t in ("#### 7", "#### 8", "7")]

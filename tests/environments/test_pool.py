@@ -16,7 +16,7 @@ from grpo_jax.environments.grading.pool import (
   GraderTimeout,
   WorkerPool,
 )
-from grpo_sandbox.seats import Seat
+from grpo_sandbox.slots import SandboxSlot
 
 GRADER = """
 import os, sys, time
@@ -104,7 +104,7 @@ def test_a_process_that_dies_of_an_answer_costs_that_answer_alone(pool):
 
 
 def test_a_sandbox_that_is_killed_is_replaced_once_for_a_call_and_never_for_ever(pool, monkeypatch):
-  monkeypatch.setattr(Seat, "exit_code", lambda self, deadline: None)
+  monkeypatch.setattr(SandboxSlot, "exit_code", lambda self, deadline: None)
   with pytest.raises(GraderCrash, match="the sandbox died twice in double"):
     pool.submit("double", 1).result()
   monkeypatch.undo()

@@ -315,7 +315,7 @@ def test_a_judge_that_gives_no_score_gives_no_reward(text, reason):
   [{}, {"choices": []}, {"choices": [{"message": {"content": None}}]}, [], "Score: 3", None, 7],
   ids=str,
 )
-def test_an_answer_of_another_shape_is_no_score(value):
+def test_an_answer_of_another_shape_is_not_a_score(value):
   settings = {**QUICK, "format": "judge", "settings": dict(model="m"), "retries": 0}
   with serving(answer(value)) as server, making(server, **settings) as made:
     with pytest.raises(EnvironmentFailure) as failure:
@@ -382,13 +382,14 @@ def test_a_key_that_is_echoed_is_in_no_message_and_no_cause(monkeypatch, caplog,
   with serving(then_closes) as server, making(server, **settings) as made:
     with pytest.raises(EnvironmentFailure) as failure:
       score(made["reward"], PROMPT, "4")
-  told = "".join(traceback.format_exception(failure.value)) + caplog.text
+  reported = "".join(traceback.format_exception(failure.value)) + caplog.text
   error = failure.value
   while error is not None:
-    told += f"{error!r} {vars(error)}"
+    reported += f"{error!r} {vars(error)}"
     error = error.__cause__ or error.__context__
   assert (
-    KEY[:10] not in told and base64.b64encode(f"user:{KEY}".encode())[8:20].decode() not in told
+    KEY[:10] not in reported
+    and base64.b64encode(f"user:{KEY}".encode())[8:20].decode() not in reported
   )
 
 

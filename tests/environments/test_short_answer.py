@@ -67,7 +67,7 @@ def test_reward_is_the_measure_that_is_asked_for():
   assert judged(info, "Saint Bernadette", reward="exact_match").reward == 0.0
 
 
-def test_what_is_missing_is_told():
+def test_a_missing_setting_or_answer_is_reported():
   with pytest.raises(ValueError, match="unknown reward 'f2'.*f1"):
     environments.make(short_answer={"reward": "f2"})
   with pytest.raises(ValueError, match="needs expected_answer"):

@@ -157,7 +157,7 @@ def test_a_call_gets_its_result_and_the_answer_is_judged():
     ("<answer>3293</answer><calculator>1+1</calculator>", "\n<result>2</result>\n"),
   ],
 )
-def test_calls_of_every_kind_are_answered_and_the_conversation_goes_on(text, observation):
+def test_calls_of_every_kind_are_answered_and_the_conversation_continues(text, observation):
   (result,) = talk(text)
   assert not result.done and result.observation == observation and result.total == 0.0
 

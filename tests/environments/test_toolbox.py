@@ -17,7 +17,7 @@ import sandboxes
 
 from grpo_jax.environments import hanging
 from grpo_jax.environments.toolbox import builtin, calling, functions, schemas
-from grpo_jax.environments.toolbox.calling import Limits, Toolbox
+from grpo_jax.environments.toolbox.calling import CallLimits, Toolbox
 from grpo_jax.models.chat.tool_calls import Malformed, Parsed, call
 from tests.environments import my_tools
 
@@ -345,18 +345,20 @@ def test_random_values_fit_random_schemas_as_in_another_implementation(keywords,
 
 
 def test_arguments_are_checked_outside_of_the_event_loop_within_the_time_of_the_call(monkeypatch):
-  go_on = threading.Event()
-  monkeypatch.setattr(schemas, "problem", lambda *_: go_on.wait(5.0))
+  release = threading.Event()
+  monkeypatch.setattr(schemas, "problem", lambda *_: release.wait(5.0))
   seen = []
 
   async def body():
     call = asyncio.create_task(
-      Toolbox(TOOLS.values(), Limits(timeout_s=0.2)).answer("returns", {"what": "none"}, Counter())
+      Toolbox(TOOLS.values(), CallLimits(timeout_s=0.2)).answer(
+        "returns", {"what": "none"}, Counter()
+      )
     )
     while not call.done():
       await asyncio.sleep(0.01)
       seen.append(1)
-    go_on.set()
+    release.set()
     return await call
 
   assert asyncio.run(body()) == "error: returns: no result within 0.2 s" and len(seen) > 3
@@ -364,13 +366,13 @@ def test_arguments_are_checked_outside_of_the_event_loop_within_the_time_of_the_
 
 def test_a_tool_that_hangs_is_refused_until_its_calls_return(monkeypatch, caplog):
   monkeypatch.setattr(hanging, "MOST", 4)
-  go_on = threading.Event()
+  release = threading.Event()
 
   def stuck() -> str:
-    go_on.wait()
+    release.wait()
     return "done"
 
-  box = Toolbox([functions.tool_of(stuck), TOOLS["returns"]], Limits(timeout_s=0.02))
+  box = Toolbox([functions.tool_of(stuck), TOOLS["returns"]], CallLimits(timeout_s=0.02))
   before, counts, text = {*threading.enumerate()}, Counter(), ""
   for _ in range(50):  # a busy machine may need more than 0.02 s to begin a call.
     counts = Counter()
@@ -382,7 +384,7 @@ def test_a_tool_that_hangs_is_refused_until_its_calls_return(monkeypatch, caplog
   assert box.metrics() == {"hanging_calls": 4.0}
   assert len(caplog.records) == 1
   assert asyncio.run(box.answer("returns", {"what": "none"}, Counter())) == "null"
-  go_on.set()
+  release.set()
   while box.metrics():
     time.sleep(0.01)
   assert asyncio.run(box.answer("stuck", {}, Counter())) == "done"
@@ -424,7 +426,7 @@ def test_a_schema_may_allow_further_arguments():
 def test_every_outcome_of_a_call_is_text_and_is_counted(name, arguments, text, counted, noticed):
   calling._report.cache_clear()
   started = time.monotonic()
-  found, counts = answer(name, Limits(timeout_s=0.05, max_result_chars=999), **arguments)
+  found, counts = answer(name, CallLimits(timeout_s=0.05, max_result_chars=999), **arguments)
   assert found.startswith(text) if counted == "unknown_t" else found == text
   assert [key for key in counts if key not in ("calls", "failed_calls")] == [
     key for key in (*calling.FAILURES, "cut_results") if counted and key.startswith(counted)

@@ -78,7 +78,7 @@ def test_minerva_normalises_as_its_list_says(answer, normalized):
   assert minerva.normalized(answer) == normalized
 
 
-def test_minerva_compares_text_and_nothing_is_no_answer():
+def test_minerva_compares_text_and_an_empty_answer_is_not_one():
   assert not minerva.equal("1/2", "0.5")
   assert not minerva.equal("units", "cm")  # both are nothing.
   assert not minerva.equal("5" * 3000, "5" * 3000)  # longer than any answer.

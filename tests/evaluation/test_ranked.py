@@ -10,7 +10,7 @@ from grpo_jax.config.configuration import ConfigError, typed
 from grpo_jax.data import groups
 from grpo_jax.evaluation import choosing, ranked
 from grpo_jax.offline.ranking import Ranked
-from grpo_jax.offline.recorded import Scored
+from grpo_jax.offline.recorded_groups import Scored
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
 
 

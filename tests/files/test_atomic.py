@@ -90,7 +90,7 @@ def calls_in(path):
 FILES = [
   path
   for path in [*architecture.FILES, *architecture.SATELLITES]
-  if path != pathlib.Path(atomic.__file__) and not architecture.stands_alone(path)
+  if path != pathlib.Path(atomic.__file__) and not architecture.is_standalone(path)
 ]
 
 

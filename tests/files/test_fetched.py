@@ -22,7 +22,9 @@ def storage(monkeypatch, tmp_path):
   """An empty store and an empty cache; nothing waits."""
   FaultyStorage.clear()
   monkeypatch.setenv("GRPO_JAX_CACHE", str(tmp_path / "cache"))
-  monkeypatch.setattr(remote, "Place", functools.partial(remote.Place, attempts=1, workers=1))
+  monkeypatch.setattr(
+    remote, "RemoteFolder", functools.partial(remote.RemoteFolder, attempts=1, workers=1)
+  )
   yield
   FaultyStorage.clear()
 

@@ -11,16 +11,16 @@ from grpo_jax.engines.transfer import TransferError, WeightFolders
 from grpo_jax.files import shared_places
 from grpo_jax.files.shared_places import NotOurs
 from grpo_jax.models import sources
-from grpo_jax.run_folder import claim
+from grpo_jax.run_folder import folder_lock
 from tests.engines import tiny
 
-SOMEBODY = 12345
+ANOTHER_USER = 12345
 
 
 @pytest.fixture
-def as_somebody_else(monkeypatch):
+def as_another_user(monkeypatch):
   """What was made until now belongs to another user than this one."""
-  monkeypatch.setattr(os, "getuid", lambda: SOMEBODY)
+  monkeypatch.setattr(os, "getuid", lambda: ANOTHER_USER)
 
 
 def folders(root):
@@ -45,15 +45,15 @@ def test_a_folder_that_others_may_write_is_refused(tmp_path, mode):
   assert list(place.iterdir()) == []
 
 
-@pytest.mark.usefixtures("as_somebody_else")
+@pytest.mark.usefixtures("as_another_user")
 def test_a_folder_of_another_user_is_refused(tmp_path):
-  with pytest.raises(NotOurs, match=f"belongs to user .*, but this is user {SOMEBODY}"):
+  with pytest.raises(NotOurs, match=f"belongs to user .*, but this is user {ANOTHER_USER}"):
     shared_places.private_folder(tmp_path)
-  with pytest.raises(TransferError, match=f"this is user {SOMEBODY}"):
+  with pytest.raises(TransferError, match=f"this is user {ANOTHER_USER}"):
     folders(tmp_path)
 
 
-def test_a_link_is_no_folder(tmp_path):
+def test_a_link_does_not_count_as_a_folder(tmp_path):
   (tmp_path / "elsewhere").mkdir(mode=0o700)
   (tmp_path / "link").symlink_to("elsewhere")
   (tmp_path / "nowhere").symlink_to("missing")
@@ -71,7 +71,7 @@ def lock_of_weights(place):
 
 
 def lock_of_run_folder(place):
-  claim.claimed(place).close()
+  folder_lock.claimed(place).close()
 
 
 def lock_of_model_cache(place):
@@ -81,7 +81,7 @@ def lock_of_model_cache(place):
 
 LOCKS = [
   (lock_of_weights, ".lock", TransferError),
-  (lock_of_run_folder, ".lock", claim.Unusable),
+  (lock_of_run_folder, ".lock", folder_lock.UnusableFolder),
   (lock_of_model_cache, ".model.lock", NotOurs),
 ]
 
@@ -108,7 +108,7 @@ def test_no_lock_empties_a_file_or_follows_a_link(tmp_path, take, name, error):
   take(place)
 
 
-def test_what_dead_runs_left_is_no_way_to_the_files_of_others(tmp_path):
+def test_what_dead_runs_left_gives_no_access_to_other_files(tmp_path):
   """As the folder was before it was ours alone."""
   root, victim = tmp_path / "root", tmp_path / "victim"
   for folder in (root / "run-a", victim):
@@ -123,13 +123,15 @@ def test_what_dead_runs_left_is_no_way_to_the_files_of_others(tmp_path):
 
 
 def test_the_content_of_a_lock_stays_until_it_is_held(tmp_path):
-  with claim.claimed(tmp_path / "w"):
-    with pytest.raises(claim.Unusable, match=rf"in use by another run \(process {os.getpid()}\)"):
-      claim.claimed(tmp_path / "w")
+  with folder_lock.claimed(tmp_path / "w"):
+    with pytest.raises(
+      folder_lock.UnusableFolder, match=rf"in use by another run \(process {os.getpid()}\)"
+    ):
+      folder_lock.claimed(tmp_path / "w")
     assert (tmp_path / "w" / ".lock").read_text() == f"{os.getpid()}\n"
 
 
-@pytest.mark.usefixtures("as_somebody_else")
+@pytest.mark.usefixtures("as_another_user")
 def test_a_run_folder_and_a_model_cache_may_be_shared(tmp_path):
   (tmp_path / ".lock").write_text("1\n")
   lock_of_run_folder(tmp_path)

@@ -65,7 +65,7 @@ def test_older_checkpoints_have_events_among_the_metrics(fields, names):
   )
 
 
-def test_a_metric_of_an_environment_is_no_event_whatever_its_name():
+def test_a_metric_of_an_environment_is_never_an_event():
   own = {"turn_limit": 0.0, "error/mine": 3.0}
   rollout = dataclasses.replace(PLAIN, metrics=own)
   found = metrics.rollout_metrics([group(rollout)])

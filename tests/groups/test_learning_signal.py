@@ -80,10 +80,10 @@ def test_a_step_that_teaches_nothing_says_why_and_what_to_do(reason, skip):
   assert found.is_empty and max(found.lost, key=lambda name: found.lost[name]) == reason
   assert sum(found.lost.values()) == found.completions == sum(len(g.rollouts) for g in groups)
   assert found.metrics()["signal/lost_share"] == 1.0
-  told = "\n".join(learning_signal.Watch(has_learned=False).lines(0, found))
-  assert told.startswith("Step 0: NOTHING TO LEARN FROM")
-  assert learning_signal.REASONS[reason].what in told
-  assert learning_signal.REASONS[reason].remedy in told
+  reported = "\n".join(learning_signal.Watch(has_learned=False).lines(0, found))
+  assert reported.startswith("Step 0: NOTHING TO LEARN FROM")
+  assert learning_signal.REASONS[reason].what in reported
+  assert learning_signal.REASONS[reason].remedy in reported
 
 
 def test_every_reason_for_which_a_completion_is_left_out_has_a_remedy():
@@ -114,13 +114,13 @@ def test_one_completion_is_enough_beside_a_greedy_one():
   assert found.lost == {"equal_to_greedy": 2} and found.completions == 3
 
 
-def test_the_first_steps_are_told_at_once_and_then_ever_less_often():
+def test_the_first_steps_are_reported_at_once_and_then_ever_less_often():
   nothing = learning_signal.Signal(4, {"equal_rewards": 4})
   something = learning_signal.Signal(4, {"equal_rewards": 3})
   watch = learning_signal.Watch(has_learned=False)
-  told = {step: lines[0] for step in range(40) if (lines := watch.lines(step, nothing))}
-  assert list(told) == [0, 2, 9, 29]
-  assert told[9].startswith("Steps 0 to 9: NOTHING TO LEARN FROM")
+  reported = {step: lines[0] for step in range(40) if (lines := watch.lines(step, nothing))}
+  assert list(reported) == [0, 2, 9, 29]
+  assert reported[9].startswith("Steps 0 to 9: NOTHING TO LEARN FROM")
   assert watch.lines(40, something) == []
   late = [step for step in range(41, 90) if watch.lines(step, nothing)]
   assert late == [50, 70]  # ten and thirty in a row.

@@ -138,14 +138,14 @@ def test_components_are_shaped_and_the_penalty_becomes_one():
   assert shape(own, **options).rollouts[0].reward_components == {"overlong": 0.5}
 
 
-def test_metrics_tell_raw_from_shaped():
+def test_metrics_distinguish_raw_and_shaped_rewards():
   made = [
     group([1.0, 1.0, 2.0, NAN], tokens=[20, 12, 12, 20], truncated=(0,)),
     group([0.0, 0.0, 0.0, 0.0], tokens=[4, 4, 4, 4]),
   ]
   options = shaping.make(scale_from=(0, 1), overlong_buffer_tokens=8, max_completion_tokens=20)
-  told = shaping.group_metrics(made, shaping.apply(made, options), options)
-  assert told == {
+  reported = shaping.group_metrics(made, shaping.apply(made, options), options)
+  assert reported == {
     "shaping/reward_mean": pytest.approx((0 + 1 + 1 + 0 * 4) / 7),
     "shaping/changed_share": pytest.approx(2 / 7),
     "shaping/no_signal_share": 0.5,

@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestServer
 from grpo_jax.http import failures
 from grpo_jax.http.background import BackgroundLoop
 from grpo_jax.http.client import JsonClient, Request, seconds
-from grpo_jax.http.retries import Patience, doubling, until_answered
+from grpo_jax.http.retries import RetryPolicy, doubling, until_answered
 
 KEY = "sk-secret-0123456789"
 LIMIT = 10_000
@@ -60,7 +60,7 @@ def once(client, url, **options):
 def patiently(client, url, *, try_s=10.0):
   return until_answered(
     lambda timeout_s: once(client, url, timeout_s=timeout_s),
-    Patience(timeout_s=try_s, total_timeout_s=30.0, retries=2, backoff_s=0.01),
+    RetryPolicy(timeout_s=try_s, total_timeout_s=30.0, retries=2, backoff_s=0.01),
     randomness=random.Random(0),
   )
 
@@ -196,7 +196,7 @@ def test_the_server_says_how_long_to_wait_up_to_a_bound(status):
     started = time.monotonic()
     await until_answered(
       lambda timeout_s: once(client, url),
-      Patience(backoff_s=0.0, max_backoff_s=0.15),
+      RetryPolicy(backoff_s=0.0, max_backoff_s=0.15),
       randomness=random.Random(0),
     )
     return time.monotonic() - started
@@ -231,16 +231,18 @@ def test_all_tries_have_one_time_and_thousands_of_retries_do_not_overflow():
     await until_answered(attempt, patience, randomness=random.Random(0))
 
   with pytest.raises(failures.Failed):
-    asyncio.run(ask(Patience(retries=2000, backoff_s=0.0, total_timeout_s=60.0)))
+    asyncio.run(ask(RetryPolicy(retries=2000, backoff_s=0.0, total_timeout_s=60.0)))
   assert len(timeouts) == 2001 and max(timeouts) == 30.0
   timeouts.clear()
   with pytest.raises(failures.Failed):
-    asyncio.run(ask(Patience(retries=9, backoff_s=0.05, max_backoff_s=0.05, total_timeout_s=0.12)))
+    asyncio.run(
+      ask(RetryPolicy(retries=9, backoff_s=0.05, max_backoff_s=0.05, total_timeout_s=0.12))
+    )
   assert 2 <= len(timeouts) <= 5 and timeouts == sorted(timeouts, reverse=True)
   with pytest.raises(ValueError, match="must be above 0"):
-    Patience(timeout_s=0.0)
+    RetryPolicy(timeout_s=0.0)
   with pytest.raises(ValueError, match="must be at least 0"):
-    Patience(retries=-1)
+    RetryPolicy(retries=-1)
 
 
 def test_a_loop_in_the_background_cancels_its_work_and_ends_its_thread():

@@ -10,7 +10,7 @@ import pytest
 from aot import TARGET, on_h100
 
 from grpo_jax.commands import cli
-from grpo_plan import architectures, asking, compiling, plan, programs, search, topologies
+from grpo_plan import architectures, compiling, plan, plan_request, programs, search, topologies
 
 pytestmark = aot.MARKS
 
@@ -21,9 +21,9 @@ def run_on(machine, sizes, folder, *options):
   """Returns the run of configs/math_1b.py with a model of these sizes, which servers sample."""
   (folder / "given.json").write_text(json.dumps(sizes))
   options = ["--config=configs/math_1b.py", "--config.engine.name=sglang", *options]
-  config = asking.config_of(options)
-  model, _ = asking.model_of(config, str(folder / "given.json"), folder)
-  return asking.run_of(config, model, topologies.parse(machine), folder)
+  config = plan_request.config_of(options)
+  model, _ = plan_request.model_of(config, str(folder / "given.json"), folder)
+  return plan_request.run_of(config, model, topologies.parse(machine), folder)
 
 
 @on_h100
@@ -47,10 +47,10 @@ def test_eight_h100s_exchange_weights_and_gradients_and_hold_no_more_than_that(t
 @on_h100
 def test_the_update_of_math_1b_fits_one_h100(tmp_path):
   """Of all programs of the run it takes most memory."""
-  config = asking.config_of(["--config=configs/math_1b.py"])
+  config = plan_request.config_of(["--config=configs/math_1b.py"])
   topology = topologies.parse("h100")
-  model, _ = asking.model_of(config, None, tmp_path)
-  run = asking.run_of(config, model, topology, tmp_path)
+  model, _ = plan_request.model_of(config, None, tmp_path)
+  run = plan_request.run_of(config, model, topology, tmp_path)
   job = next(x for x in programs.largest(run.jobs) if programs.program_of(x.name) == "update")
   found = compiling.compiled(job, programs.mesh_of(run, job), host=run.host)
   need = plan.Need("update", run.arrays.beside("update"), found)

@@ -15,7 +15,7 @@ from grpo_jax.batching import packing
 from grpo_jax.learn import adapters, optim, policy, sharding, train_step
 from grpo_jax.models import leaves, loading, lora, transformer
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.placement import Placement
+from grpo_jax.models.placement import MeshPlacement
 from grpo_jax.models.products import Products
 from grpo_jax.rl import objectives
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
@@ -62,7 +62,7 @@ def made(
   names = dict(zip(sharding.AXES, sizes, strict=True))
   mesh = sharding.make_mesh(**names, devices=jax.devices()[:count])
   of_policy: dict[str, Any] = {
-    "products": Products(jnp.dtype(dtype), None, Placement(mesh) if count > 1 else None),
+    "products": Products(jnp.dtype(dtype), None, MeshPlacement(mesh) if count > 1 else None),
     "remat": remat,
     "partition": sharding.head_partition(mesh),
   }

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from grpo_jax.learn import mesh as meshes
+from grpo_jax.learn import device_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ def h100s(*nodes, per_process=None):
 
 def grid(devices, **sizes):
   """Returns the devices in the shape of their mesh."""
-  return meshes._grid(devices, meshes.mesh_sizes(devices, **({"data": 1} | sizes)))
+  return device_mesh._grid(devices, device_mesh.mesh_sizes(devices, **({"data": 1} | sizes)))
 
 
 def of(devices, name):
@@ -61,7 +61,7 @@ def of(devices, name):
 
 
 def test_devices_of_one_host_keep_their_order():
-  made = meshes.make_mesh(data=2, fsdp=2, tensor=2)
+  made = device_mesh.make_mesh(data=2, fsdp=2, tensor=2)
   assert list(made.devices.flat) == jax.devices()
   node = h100s(8)
   assert list(grid(node, fsdp=4, tensor=2).flat) == node
@@ -168,27 +168,29 @@ def test_nodes_of_different_sizes_make_one_mesh():
 )
 def test_a_mesh_that_does_not_fit_names_what_was_found(devices, sizes, message):
   with pytest.raises(ValueError, match=message) as caught:
-    meshes.mesh_sizes(devices, **sizes)
+    device_mesh.mesh_sizes(devices, **sizes)
   assert "\n" not in str(caught.value)
 
 
 def test_a_tpu_that_names_no_slice_is_of_the_only_one():
   topology = [types.SimpleNamespace(platform="tpu", process_index=i // 4) for i in range(8)]
-  assert meshes.domains(topology) == [topology]
+  assert device_mesh.domains(topology) == [topology]
 
 
 def test_what_crosses_hosts_is_described():
-  assert meshes.describe(meshes.make_mesh(data=2, fsdp=4).devices) == ""
+  assert device_mesh.describe(device_mesh.make_mesh(data=2, fsdp=4).devices) == ""
   parts = "2 processes of 8 devices, 2 NVLink domains"
   for axis, made in (
     ("data", grid(h100s(8, 8), data=2, fsdp=-1, tensor=1)),
     ("fsdp", grid(h100s(8, 8), fsdp=-1, tensor=1)),
   ):
-    axes = " × ".join(f"{each} {size}" for each, size in zip(meshes.AXES, made.shape, strict=True))
-    assert meshes.describe(made) == (
+    axes = " × ".join(
+      f"{each} {size}" for each, size in zip(device_mesh.AXES, made.shape, strict=True)
+    )
+    assert device_mesh.describe(made) == (
       f"mesh {axes} over {parts}: {axis} between processes, {axis} between NVLink domains"
     )
-  assert meshes.describe(grid(v5e_16(), fsdp=-1, tensor=1)) == (
+  assert device_mesh.describe(grid(v5e_16(), fsdp=-1, tensor=1)) == (
     "mesh data 1 × fsdp 16 × tensor 1 over 4 processes of 4 devices, 1 TPU slice: fsdp between"
     " processes"
   )
@@ -199,4 +201,4 @@ def test_every_process_needs_a_device_of_the_mesh(monkeypatch):
   monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
   monkeypatch.setattr(jax, "devices", lambda *_: there)
   with pytest.raises(ValueError, match="none of these has one: process 1$"):
-    meshes.make_mesh(fsdp=2, devices=there[:4])
+    device_mesh.make_mesh(fsdp=2, devices=there[:4])

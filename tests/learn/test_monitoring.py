@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.batching import packing
-from grpo_jax.learn import group_scorer as scoring
-from grpo_jax.learn import monitoring, sharding, train_step
+from grpo_jax.learn import group_scoring, monitoring, sharding, train_step
 from grpo_jax.rl import aggregate, objectives
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
 
@@ -44,7 +43,7 @@ def a_group(*completions, reward=1.0, weight=1.0) -> RolloutGroup:
 def a_monitor(initial=None, *, all_every=10, kl_every=10, fields=None, **options):
   mesh = sharding.make_mesh(data=1, devices=jax.devices()[:1])
   shapes = (packing.Shape(8, 32, 32),)
-  scorer = scoring.GroupScorer(train_step.make_scorer(logprobs), mesh, 8, shapes)
+  scorer = group_scoring.GroupScorer(train_step.make_scorer(logprobs), mesh, 8, shapes)
   objective = objectives.make(**{"kl_coef": 0.0, **options})
   return monitoring.Monitor(
     train_step.make_watcher(logprobs),
@@ -187,14 +186,14 @@ def test_the_initial_weights_are_read_when_they_are_needed_and_freed():
 
 
 def test_initial_weights_that_are_gone_cost_the_figure_and_not_the_run():
-  told = []
+  reported = []
 
   def gone():
     raise FileNotFoundError("/models/a/config.json")
 
-  found = a_monitor(gone, fields={"warn": told.append})(10, POLICY, GROUPS)
+  found = a_monitor(gone, fields={"warn": reported.append})(10, POLICY, GROUPS)
   assert "all/entropy" in found and "all/kl_to_initial" not in found
-  assert told == [
+  assert reported == [
     "all/kl_to_initial cannot be measured: cannot read the initial weights: /models/a/config.json"
   ]
 

@@ -22,7 +22,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 from grpo_jax.rl import objectives
 from grpo_jax.types import Batch, Denominators
-from grpo_plan import collectives as hlo_collectives
+from grpo_plan import hlo_collectives
 
 # All widths are different, and none is a number of places.
 CONFIG = ModelConfig(

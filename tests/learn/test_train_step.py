@@ -246,7 +246,7 @@ def test_only_the_sum_of_gradients_lies_in_memory_while_others_are_computed(monk
   assert alive == [0, 0, 0, 0] * 2
 
 
-def test_microbatches_of_one_number_more_compile_nothing_anew():
+def test_one_more_microbatch_compiles_nothing_again():
   update, state = trainer()
   pairs = [[[2, 3], [4]]] * 6
   many = {"shape": packing.Shape(1, 8, 8)}

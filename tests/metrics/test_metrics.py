@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from grpo_jax import metrics
-from grpo_jax.report import data as report_data
+from grpo_jax.report import run_data
 from grpo_jax.run_folder import console
 from grpo_jax.types import (
   EffectiveSampleShare,
@@ -192,7 +192,7 @@ def test_nothing_sampled_has_no_age():
   assert all(map(math.isnan, metrics.staleness_metrics([], step=3).values()))
 
 
-def test_environments_are_told_apart_and_their_own_metrics_are_averaged():
+def test_environments_are_separate_and_their_own_metrics_are_averaged():
   groups = [
     a_group(a_rollout(1.0, metrics={"accuracy": 1.0}, reward_components={"format": 0.25})),
     a_group(a_rollout(0.0, metrics={"accuracy": 0.0}), environment="math"),
@@ -216,7 +216,7 @@ def test_nothing_sampled_gives_nan_and_no_warning():
   assert math.isnan(only_failed["rollout/reward_mean"])
 
 
-def test_an_evaluation_tells_accuracy_pass_at_k_and_what_failed():
+def test_an_evaluation_reports_accuracy_pass_at_k_and_what_failed():
   judged = lambda reward, *more: a_rollout(reward, *more, metrics={"accuracy": float(reward == 1)})
   groups = [
     a_group(judged(1.0), judged(0.0), judged(0.0), a_rollout(math.nan)),
@@ -259,19 +259,19 @@ def test_the_entropy_of_the_behavior_is_of_all_sampled_tokens():
   assert metrics.rollout_metrics(groups)["rollout/behavior_entropy"] == pytest.approx(0.5)
 
 
-def test_everything_that_the_package_tells_stands_in_the_table():
+def test_everything_that_the_package_reports_is_in_the_table():
   group = a_group(a_rollout(1.0, metrics={"accuracy": 1.0}, reward_components={"format": 1.0}))
-  told = metrics.rollout_metrics([group], step=1) | metrics.evaluation_metrics(
+  reported = metrics.rollout_metrics([group], step=1) | metrics.evaluation_metrics(
     [group], name="held/out"
   )
-  assert metrics.unknown(told) == []
+  assert metrics.unknown(reported) == []
   assert metrics.unknown(["rollout/reward_mean", "rollout/rewards", "b"]) == [
     "b",
     "rollout/rewards",
   ]
 
 
-def test_every_metric_named_in_the_code_stands_in_the_table():
+def test_every_metric_named_in_the_code_is_in_the_table():
   package = Path(metrics.__file__).parents[1]
   areas = "all|rollout|signal|train|mismatch|batch|data|learn|filter|perf|eval|time"
   literal = re.compile(rf'"((?:{areas})/[a-z][a-z0-9_@]*)"')
@@ -288,7 +288,7 @@ def test_what_is_printed_and_drawn_is_in_the_table():
   printed = {name for column in console.COLUMNS for name in column.metrics} - {console.LEFT}
   drawn = [
     c.replace("[!1]*", "4").replace("1?*", "16").replace("*", "x")
-    for panel in report_data.PANELS
+    for panel in run_data.PANELS
     for c in (*panel.curves.values(), panel.band)
     if c
   ]
@@ -311,7 +311,7 @@ def test_what_clock_and_machine_decide_is_left_out_of_a_comparison():
   assert metrics.reproducible(values) == {"train/loss": 3.0, "step": 4}
 
 
-def test_lines_that_are_no_record_are_named_and_left_out():
+def test_lines_that_are_not_records_are_named_and_left_out():
   text = (
     '{"step": 0, "a": 1.0}\n\n[1]\n{"a": 2}\n{"step": 1, "a": nul\n{"step": 2, "a": null}\n{"st'
   )

@@ -48,7 +48,7 @@ def test_a_span_within_itself_is_counted_once():
   assert timer.collect() == {"time/sample_s": 2.0}
 
 
-def test_an_open_span_is_told_after_it_was_closed():
+def test_an_open_span_is_reported_after_it_was_closed():
   clock = FakeClock()
   timer = timing.Timer(clock)
   with timer.span("step"):

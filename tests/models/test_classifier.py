@@ -108,7 +108,7 @@ def test_a_model_without_padding_token_is_pooled_at_the_last_token(tmp_path):
   ("tokens", "pad", "place"),
   [([3, 4, 5], 7, 2), ([3, 4, 7, 7], 7, 1), ([7, 4, 7], 7, 1), ([7, 7], 7, 0), ([3, 7], None, 1)],
 )
-def test_the_pooled_token_is_the_last_that_is_no_padding(tokens, pad, place):
+def test_the_pooled_token_is_the_last_before_the_padding(tokens, pad, place):
   assert classifier.pooled_place(np.asarray(tokens, np.int32), pad) == place
 
 
@@ -143,7 +143,7 @@ def test_the_shipped_tiny_reward_model_is_one_of_transformers(family, tmp_path):
   )
 
 
-def test_what_is_no_reward_model_is_refused_by_name(tmp_path):
+def test_what_is_not_a_reward_model_is_refused_by_name(tmp_path):
   language_model = shipped.write(tmp_path / "lm")
   with pytest.raises(ValueError, match="'LlamaForCausalLM' is not a supported sequence classifier"):
     loading.load_classifier(language_model)

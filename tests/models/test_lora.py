@@ -11,7 +11,7 @@ import pytest
 
 from grpo_jax.learn import sharding
 from grpo_jax.models import classifier, layers, leaves, lora, quantized, transformer
-from grpo_jax.models.placement import Placement
+from grpo_jax.models.placement import MeshPlacement
 from grpo_jax.models.products import LowRank, Products
 from tests.models import tiny
 
@@ -319,7 +319,7 @@ def test_a_mesh_computes_what_one_device_does():
   weights = joined(
     base=place(base(), transformer.logical_axes(CONFIG)), adapter=place(adapter(), axes)
   )
-  products = Products(placement=Placement(mesh))
+  products = Products(placement=MeshPlacement(mesh))
   inputs = sharding.put(packed(), mesh)
   found = hidden(weights, inputs, products=products)
   np.testing.assert_allclose(found, hidden(joined()), atol=1e-5)

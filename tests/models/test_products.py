@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from grpo_kernels.attention import parts
 
-from grpo_jax.models import accumulated, layers, leaves, transformer
+from grpo_jax.models import layers, leaves, mixed_precision, transformer
 from grpo_jax.models.products import FLOAT32, Products
 from tests.models import tiny
 
@@ -61,7 +61,7 @@ def test_sums_are_float32_and_are_rounded_once_also_where_float32_follows():
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_accelerators_round_in_the_product_and_cpus_behind_it(platform):
   operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((5, 30), (30, 7))]
-  product = jax.jit(functools.partial(accumulated.einsum, "ti,io->to", dtype=jnp.bfloat16))
+  product = jax.jit(functools.partial(mixed_precision.einsum, "ti,io->to", dtype=jnp.bfloat16))
   text = product.trace(*operands).lower(lowering_platforms=(platform,)).as_text()
   behind = "(tensor<5x30xbf16>, tensor<30x7xbf16>) -> tensor<5x7xf32>"
   if platform == "cpu":  # the factors stay bfloat16: XLA is not to convert a kernel.

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from grpo_jax.learn import adapters, sharding
 from grpo_jax.models import export, leaves, loading, lora, quantized, safetensors, transformer
 from grpo_jax.models.errors import ModelError
-from grpo_jax.models.placement import Placement
+from grpo_jax.models.placement import MeshPlacement
 from grpo_jax.models.products import Products
 from tests.models import tiny
 
@@ -241,7 +241,7 @@ def test_a_model_on_a_mesh_computes_what_it_does_dequantised_on_one_device(folde
     assert codes.addressable_shards[0].data.size == codes.size // 4
   inputs = sharding.put(tokens(), mesh)
   for found in (
-    scores(params, inputs, Products(placement=Placement(mesh))),
+    scores(params, inputs, Products(placement=MeshPlacement(mesh))),
     scores(alone, tokens(), Products()),
   ):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

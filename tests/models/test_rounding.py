@@ -40,7 +40,7 @@ def test_numbers_are_rounded_where_two_conversions_would_cancel():
   assert rounding.rounded(x.astype(jnp.bfloat16), jnp.bfloat16).dtype == jnp.bfloat16
 
 
-def test_what_may_be_left_out_is_found_wherever_it_stands():
+def test_roundings_that_may_be_left_out_are_found_everywhere():
   there_and_back = lambda x: x.astype(jnp.bfloat16).reshape(6).T.astype(jnp.float32) * 2
   assert roundings.lost(there_and_back, random(2, 3)) == ["mul of float32[6]"]
   assert roundings.lost(jax.jit(there_and_back), random(2, 3))
@@ -98,7 +98,7 @@ def test_no_rounding_of_a_sampling_program_can_be_left_out(shape):
   params = transformer.init(jax.random.key(0), config)
   axes = transformer.logical_axes(config)
   params = jax.device_put(params, sharding.param_shardings(axes, mesh, shapes=params))
-  sizes = scheduling.Sizes(8, prefill=16, page=8, columns=8, blocks=2, table=2, pages=4)
+  sizes = scheduling.SamplerSizes(8, prefill=16, page=8, columns=8, blocks=2, table=2, pages=4)
   given = described.described(config, params, rows=8, sizes=sizes, dtype="bfloat16")
   for program in ("prefill", "decode"):
     function = functools.partial(getattr(decoding, program), options=given.options)
@@ -108,7 +108,7 @@ def test_no_rounding_of_a_sampling_program_can_be_left_out(shape):
 # What may read or write bfloat16: products, what makes their factors, and what moves numbers.
 IN_BFLOAT16 = {
   *("select_n", "dynamic_slice"),
-  *("dot_general", "rounded_einsum", "settle", "convert_element_type", "name", "reshape"),
+  *("dot_general", "rounded_einsum", "materialize", "convert_element_type", "name", "reshape"),
   *(
     "transpose",
     "broadcast_in_dim",

@@ -73,7 +73,7 @@ def test_the_chat_template_and_the_ids_are_smollm2s(tokenizer):
     " ",
   ],
 )
-def test_text_survives_the_tokenizer_and_digits_stand_alone(tokenizer, text):
+def test_text_survives_the_tokenizer_and_every_digit_is_a_token(tokenizer, text):
   ids = tokenizer(text)["input_ids"]
   assert tokenizer.decode(ids) == text
   for piece in tokenizer.convert_ids_to_tokens(ids):

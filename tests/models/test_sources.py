@@ -156,9 +156,9 @@ def test_processes_that_start_together_convert_once(gguf_file, tmp_path):
   environment = {**os.environ, "GRPO_JAX_CACHE": str(tmp_path / "cache")}
   pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
   processes = [subprocess.Popen(command, env=environment, **pipe) for _ in range(3)]
-  told = "".join(process.communicate(timeout=120)[0] for process in processes)
-  assert [process.returncode for process in processes] == [0, 0, 0], told
-  assert told.count("converting") == 1
+  reported = "".join(process.communicate(timeout=120)[0] for process in processes)
+  assert [process.returncode for process in processes] == [0, 0, 0], reported
+  assert reported.count("converting") == 1
 
 
 def test_a_conversion_that_fails_leaves_nothing_that_looks_whole(gguf_file, tmp_path, monkeypatch):

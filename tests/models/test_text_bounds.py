@@ -99,7 +99,7 @@ def test_the_bound_is_close_where_it_is_certain():
   assert text_bounds.longest_text(4, True, 512) == 2048
 
 
-def test_steps_that_multiply_a_text_are_known():
+def test_steps_that_multiply_text_are_known():
   twice = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
   steps = lambda count: {"normalizer": {"type": "Sequence", "normalizers": [twice] * count}}
   assert text_bounds.growth(steps(4)) == 16

@@ -153,7 +153,7 @@ def test_init_the_module_and_the_axes_agree_on_the_tree(tied):
   assert (head.shape, layout) == (((61, 24), "vd") if tied else ((24, 61), "dv"))
 
 
-def test_init_draws_every_kernel_anew_with_deviation_002():
+def test_init_draws_every_kernel_independently_with_deviation_002():
   config = tiny.config(hidden_size=64, intermediate_size=96)
   draw = tiny.jit(lambda key: transformer.init(key, config))
   params, again = draw(jax.random.key(0)), draw(jax.random.key(0))

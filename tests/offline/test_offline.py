@@ -13,8 +13,8 @@ from grpo_jax import evaluation, report, train
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.data.formats import RowError
 from grpo_jax.models import loading
-from grpo_jax.report import data as report_data
-from tests.runs.test_train import StopWhen, assert_same_state, told
+from grpo_jax.report import run_data
+from tests.runs.test_train import StopWhen, assert_same_state, reported
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -111,7 +111,7 @@ def plain(make_config, tmp_path_factory) -> pathlib.Path:
 
 
 def test_evaluate_gives_the_numbers_of_the_run(plain, files, tmp_path):
-  measured = told(plain)[4]
+  measured = reported(plain)[4]
   for number, options in enumerate(
     [{}, {"sets": [str(files["held_out"])]}, {"sets": [str(files["held_out"])], "num_prompts": 6}]
   ):
@@ -139,7 +139,7 @@ def test_ranking_accuracy_rises_on_held_out_groups(make_config, tmp_path):
   config = make_config(total_steps=18, evaluation__every_steps=0, checkpoint__every_steps=0)
   config.optim.learning_rate = 1e-2
   train.train(config, tmp_path)
-  rows = told(tmp_path)
+  rows = reported(tmp_path)
   before, after = rows[0], rows[-1]
   assert before["eval/heldout/accuracy"] < 0.75
   assert after["eval/heldout/accuracy"] > 0.9
@@ -155,11 +155,13 @@ def test_ranking_accuracy_rises_on_held_out_groups(make_config, tmp_path):
   "lines",
   [pytest.param(0, id="at_once", marks=pytest.mark.slow), pytest.param(1, id="after_a_step")],
 )
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(lines, make_config, plain, tmp_path):
+def test_a_run_that_was_stopped_continues_as_if_it_had_not_been(
+  lines, make_config, plain, tmp_path
+):
   train.train(make_config(), tmp_path, stop=StopWhen(tmp_path, lines))
   assert not (tmp_path / "export").exists()
   train.train(make_config(), tmp_path)
-  assert told(tmp_path) == told(plain)
+  assert reported(tmp_path) == reported(plain)
   assert_same_state(tmp_path, plain)
 
 
@@ -170,28 +172,28 @@ def test_a_run_with_more_steps_scores_what_it_has_not_seen(make_config, plain, t
   assert len(seen) == 2
   train.train(make_config(total_steps=4), tmp_path)
   assert len(list((tmp_path / "behavior_logprobs").glob("chunk*"))) == 4
-  assert told(tmp_path)[3] == told(plain)[3]
+  assert reported(tmp_path)[3] == reported(plain)[3]
   assert_same_state(tmp_path, plain)
 
 
 @pytest.mark.slow
-def test_an_adapter_learns_from_recorded_groups_and_goes_on_where_it_was(make_config, tmp_path):
+def test_an_adapter_learns_from_recorded_groups_and_continues_where_it_was(make_config, tmp_path):
   options = {"model__lora__rank": 4, "model__lora__base_dtype": "int8", "loss__kl_coef": 0.05}
   config = functools.partial(make_config, **options, optim__learning_rate=2e-2)
   train.train(config(), tmp_path / "unbroken")
   stopped = tmp_path / "stopped"
   train.train(config(), stopped, stop=StopWhen(stopped, 1))
   train.train(config(), stopped)
-  assert told(stopped) == told(tmp_path / "unbroken")
+  assert reported(stopped) == reported(tmp_path / "unbroken")
   assert_same_state(stopped, tmp_path / "unbroken")
-  rows = [row for row in told(stopped) if "rollout/staleness_max" in row]
+  rows = [row for row in reported(stopped) if "rollout/staleness_max" in row]
   assert rows[0]["mismatch/abs_logprob_max"] < 1e-5  # the initial policy is the base.
   assert rows[0]["train/kl_to_reference"] < 1e-12  # the update rounds in another way.
   assert rows[3]["train/kl_to_reference"] > 1e-5
 
 
 def test_behavior_logprobs_are_those_of_the_initial_policy(plain):
-  rows = [row for row in told(plain) if "rollout/staleness_max" in row]
+  rows = [row for row in reported(plain) if "rollout/staleness_max" in row]
   assert [row["rollout/staleness_mean"] for row in rows] == [0, 1, 2, 3]
   assert rows[0]["mismatch/abs_logprob_max"] < 1e-5
   assert rows[3]["mismatch/abs_logprob_max"] > 1e-3  # the policy has moved on; they have not.
@@ -233,7 +235,7 @@ def test_importance_correction_acts_on_recorded_groups(make_config, plain, tmp_p
   off = {"correction": "none", "truncation": None, "high": float("inf")}
   options = {f"loss__importance_{name}": value for name, value in off.items()}
   train.train(make_config(**options), tmp_path)
-  norms = [[row.get("train/grad_norm") for row in told(run)] for run in (plain, tmp_path)]
+  norms = [[row.get("train/grad_norm") for row in reported(run)] for run in (plain, tmp_path)]
   # At step 0 policy and behavior policy are one, so the weights are 1.
   assert norms[0][0] == pytest.approx(norms[1][0], rel=1e-5)
   assert norms[0][3] != pytest.approx(norms[1][3], rel=1e-3)
@@ -290,8 +292,8 @@ def test_a_step_on_recorded_rollouts_is_the_step_that_recorded_them(
   np.testing.assert_allclose(
     [r[2] for r in by_text(ours, "advantage")], [r[2] for r in by_text(theirs, "advantage")]
   )
-  assert told(tmp_path)[0]["train/grad_norm"] == pytest.approx(
-    told(online)[0]["train/grad_norm"], rel=1e-4
+  assert reported(tmp_path)[0]["train/grad_norm"] == pytest.approx(
+    reported(online)[0]["train/grad_norm"], rel=1e-4
   )
   # Adam's first step is the sign of the gradient times 3e-3: a sum in another order, 1e-6 of it.
   assert_close_weights(tmp_path, online, atol=3e-5)
@@ -321,7 +323,7 @@ def test_groups_without_signal_are_drawn_past_where_that_is_asked_for(make_confi
   path = str(write(tmp_path / "rows.jsonl", rows))
   config = make_config(total_steps=2, data__path=path, dynamic_sampling__enabled=True)
   train.train(config, tmp_path / "run")
-  for row in told(tmp_path / "run")[:2]:
+  for row in reported(tmp_path / "run")[:2]:
     assert row["rollout/no_signal_share"] == 0.0 and row["rollout/prompts"] == 4
 
 
@@ -333,10 +335,10 @@ def test_a_broken_row_stops_the_run_with_its_place(make_config, tmp_path):
     train.train(make_config(data__path=path), tmp_path / "run")
   config = make_config(data__path=path, data__on_error="skip", total_steps=2)
   train.train(config, tmp_path / "skipped")
-  assert sum(row.get("data/broken_rows", 0) for row in told(tmp_path / "skipped")) == 1
+  assert sum(row.get("data/broken_rows", 0) for row in reported(tmp_path / "skipped")) == 1
 
 
-def test_missing_logprobs_are_told_where_the_file_must_have_them(make_config, tmp_path):
+def test_missing_logprobs_are_reported_where_the_file_must_have_them(make_config, tmp_path):
   config = make_config(offline__behavior="file")
   with pytest.raises(RowError, match=r"train\.jsonl:\d+: response 1 has no logprobs"):
     train.train(config, tmp_path)
@@ -355,8 +357,8 @@ def test_data_that_change_under_a_run_are_noticed(make_config, files, tmp_path):
 
 def test_the_report_speaks_of_ranking_and_of_no_engine(plain):
   page = (plain / "report.html").read_text()
-  run = report_data.load(plain)
-  titles = [panel["title"] for panel in report_data.panels([run])]
+  run = run_data.load(plain)
+  titles = [panel["title"] for panel in run_data.panels([run])]
   assert "Policy against the behavior policy" in titles
   assert not any("engine" in title for title in titles)
   assert ("engine", "there_is_none") not in report.facts(run)

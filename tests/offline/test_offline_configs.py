@@ -137,11 +137,11 @@ def test_files_of_single_responses_are_learned_from_or_it_is_said(
   options = {"data.path": written(tmp_path / "rollouts.jsonl", rows)}
   if estimator != "reinforce_pp":  # that of the config.
     options |= {"advantages.estimator": estimator, "loss.kl_coef": 0.0}
-  told = run(tmp_path / "run", "nemo_gym.py", model, **options)
+  reported = run(tmp_path / "run", "nemo_gym.py", model, **options)
   printed = capsys.readouterr().out
   assert "20 recorded groups, 20 of them with one response" in printed
   assert "accuracy" not in printed  # nothing was ranked.
-  steps = [row for row in told if "rollout/prompts" in row]
+  steps = [row for row in reported if "rollout/prompts" in row]
   if estimator == "reinforce_pp":
     assert [row["signal/lost_share"] for row in steps] == [0.0, 0.0]
     assert all(row["train/grad_norm"] > 0 for row in steps)
@@ -180,16 +180,16 @@ def test_online_a_file_that_no_environment_scores_is_refused_before_anything_is_
   options |= {"environments.nemo_gym.url": NO_SERVER, "environments.nemo_gym.backoff_s": 0.0}
   arguments = [f"--config.{key}={value}" for key, value in options.items()]
   assert main.main([config, f"--workdir={tmp_path / 'run'}", *arguments]) == 2
-  told = capsys.readouterr().err
-  assert f"environment '{environment}' accepts none of the 3 prompts that were tried" in told
-  assert reason in told and "which must run at environments.nemo_gym.url" in told
-  assert "data.environment='nemo_gym'" in told and "mode='offline'" in told
+  reported = capsys.readouterr().err
+  assert f"environment '{environment}' accepts none of the 3 prompts that were tried" in reported
+  assert reason in reported and "which must run at environments.nemo_gym.url" in reported
+  assert "data.environment='nemo_gym'" in reported and "mode='offline'" in reported
   assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("mode", ["offline", "online"])
 @pytest.mark.long
-def test_rollouts_of_nemo_gym_are_learned_from_or_sampled_anew(mode, model, tmp_path):
+def test_rollouts_of_nemo_gym_are_learned_from_or_sampled_again(mode, model, tmp_path):
   path = tmp_path / "rollouts.jsonl"
   path.write_text("".join(json.dumps(row) + "\n" for row in rollouts()))
   options = {"data.path": path}

@@ -129,7 +129,7 @@ def saves(folder, mesh):
 
 def at_url(folder, mesh):
   """Saves three steps at a URL, where Orbax writes from both, and reads the newest."""
-  place = remote.Place(f"file://{folder}")
+  place = remote.RemoteFolder(f"file://{folder}")
   with checkpointing.open(url_steps.AtUrl(place), keep_last=2) as checkpoints:
     for step in (1, 2, 3):
       checkpoints.save(step, make_state(step, mesh), {"cursor": step})
@@ -300,10 +300,10 @@ def kept(folder, mesh):
     state = make_state(step, mesh)
     train_state = TrainState(step=state["step"], params=state["params"], opt_state=())
     with checkpointing.open(folder / name) as checkpoints:
-      standing = keeper.Standing(train_state, {"at": step})
+      run_state = keeper.RunState(train_state, {"at": step})
 
       def leave():
-        with keeper.Keeper(checkpoints, standing):
+        with keeper.Keeper(checkpoints, run_state):
           work()
 
       error = failure(leave)
@@ -324,12 +324,12 @@ def kept(folder, mesh):
   if me == 1:
     reach = keeper.processes.all_reach
 
-    def reach_and_tell(*arguments, **options):
+    def reach_and_report(*arguments, **options):
       is_reached = reach(*arguments, **options)
       processes.barrier("both", timeout_s=60)
       return is_reached
 
-    with Patched(1, keeper.processes, "all_reach", reach_and_tell):
+    with Patched(1, keeper.processes, "all_reach", reach_and_report):
       ending(6, "alone", alone)
   else:
     ending(6, "alone", alone)

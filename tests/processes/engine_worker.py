@@ -19,7 +19,7 @@ import numpy as np
 import configs.base
 from grpo_jax import batching, engines, processes
 from grpo_jax.batching import packing
-from grpo_jax.building import computation, teacher
+from grpo_jax.building import computation, distillation_teacher
 from grpo_jax.config.configuration import typed
 from grpo_jax.engines import base, probe
 from grpo_jax.learn import sharding
@@ -270,7 +270,9 @@ def teacher_servers(folder):
   with scripted_server.serving(respond) as server, contextlib.ExitStack() as stack:
     config = configs.base.get_config()
     config.teacher.urls, config.teacher.retries = (server.url,), 0
-    score = teacher.at_servers(typed(config), mesh=mesh, vocab_size=259, stack=stack, stop=False)
+    score = distillation_teacher.at_servers(
+      typed(config), mesh=mesh, vocab_size=259, stack=stack, stop=False
+    )
     placed = sharding.put(made.minibatches, mesh)
     values = arrays.fetch(score(placed))
     of_each = [x for of in batching.per_rollout(made, values, groups) for x in of]

@@ -20,10 +20,10 @@ from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.environments.base import SingleTurn
 from grpo_jax.learn import sharding
 from grpo_jax.models import lora, transformer
-from grpo_jax.processes import bulk, exchanges, watch
+from grpo_jax.processes import bulk, exchanges, watchdog
 from grpo_jax.rollouts import stream
-from grpo_jax.rollouts.collecting import Limits
 from grpo_jax.rollouts.loop_thread import LoopThread
+from grpo_jax.rollouts.rollout import AttemptLimits
 from grpo_jax.types import Prompt
 from tests.engines import tiny
 
@@ -72,14 +72,14 @@ def sampled():
     engine.load_weights(params, version=3)
     exchanged = engine.metrics()["perf/sync_bytes"]
     late = len(compiled) if processes.count() > 1 else 0
-    sample = stream.Sampler(
+    sample = stream.RolloutSampler(
       engine=engine,
       environments={"env": lambda prompt: SingleTurn(lambda p, text: float(len(text)), prompt)},
       tokenizer=TOKENIZER,
       group_size=3,
       sampling=SamplingParams(max_tokens=10, stop_ids=(END,)),
       seed=3,
-      limits=Limits(),
+      limits=AttemptLimits(),
       progress=lambda *_: contextlib.nullcontext(lambda count: None),
       loop=loop,
       with_greedy=True,
@@ -139,7 +139,7 @@ def exchanged():
   processes.together(lambda: None, what="it is forgotten")
   outcomes["forgotten"] = not exchanges._is_set(early._key)
   early.forget()  # also if there is nothing to forget.
-  keys = [key for key, _ in watch.client().key_value_dir_get_bytes("grpo_jax/")]
+  keys = [key for key, _ in watchdog.client().key_value_dir_get_bytes("grpo_jax/")]
   outcomes["keys"] = [key for key in keys if "ended_early" in key or "bulk" in key]
   if me == 0:
     outcomes["late"] = error_of(

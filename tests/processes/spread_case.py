@@ -20,13 +20,11 @@ from ml_collections import ConfigDict
 import configs.base
 from grpo_jax import batching, metrics
 from grpo_jax.batching import packing
-from grpo_jax.building import computation, phases
-from grpo_jax.building import model as model_building
-from grpo_jax.building import teacher as teaching
+from grpo_jax.building import computation, distillation_teacher, phases, policy_model
 from grpo_jax.config import run_options
 from grpo_jax.config.configuration import typed
 from grpo_jax.learn import monitoring, policy, sharding, train_step
-from grpo_jax.learn.group_scorer import GroupScorer
+from grpo_jax.learn.group_scoring import GroupScorer
 from grpo_jax.models import loading
 from grpo_jax.processes import arrays, starting
 from grpo_jax.run_folder import loggers
@@ -153,7 +151,7 @@ def measured(
   taught = {"teacher.path": path} if case.is_taught else {}
   config.update_from_flattened_dict({**BASE, "model.path": path, **case.settings, **taught})
   mesh = sharding.make_mesh(**dict(zip(sharding.AXES, case.sizes, strict=True)), devices=devices)
-  of_teacher = teaching.find(typed(config), model, mesh)
+  of_teacher = distillation_teacher.find(typed(config), model, mesh)
   made = dataclasses.replace(
     computation.make(
       config,
@@ -176,7 +174,7 @@ def measured(
 
 def trained(made: computation.Computation, of_teacher: Any, model: pathlib.Path) -> dict[str, Any]:
   """Takes two training steps with the programs of a run; returns what they compute."""
-  read = lambda: model_building.load(loading.read_facts(model), made.read).params
+  read = lambda: policy_model.load(loading.read_facts(model), made.read).params
   with counting_values() as sizes:
     initial = read()
   trainable, owner = made.begin(initial)
@@ -220,7 +218,7 @@ def trained(made: computation.Computation, of_teacher: Any, model: pathlib.Path)
       options=made.objective.options,
       mesh=made.mesh,
       logger=logger,
-      teacher=teaching.in_trainer(of_teacher, made.teacher),
+      teacher=distillation_teacher.in_trainer(of_teacher, made.teacher),
     )
     watched = monitor(step, owner.weights(state.params), rewarded)
     state, learned, logprobs = phases.learn(

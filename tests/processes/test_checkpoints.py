@@ -50,7 +50,9 @@ def test_two_processes_write_a_checkpoint_at_a_url_which_one_process_restores(bo
     kind, message = found["error"]
     assert kind == "CheckpointError" and "must share its folder" in message
   mesh = mesh_of_one_process()
-  with checkpointing.open(url_steps.AtUrl(remote.Place(f"file://{folder}/at_url"))) as checkpoints:
+  with checkpointing.open(
+    url_steps.AtUrl(remote.RemoteFolder(f"file://{folder}/at_url"))
+  ) as checkpoints:
     state, extra = checkpoints.restore_latest(checkpoint_worker.make_state(0, mesh))
   assert extra == {"cursor": 3}
   wanted = checkpoint_worker.make_state(3, mesh)
@@ -117,7 +119,7 @@ def test_errors_of_a_restore_are_the_same_on_both(both):
     assert errors[0][0] == kind and text in errors[0][1]
 
 
-def test_a_damaged_or_missing_file_is_noticed_by_both_whoever_digests_it(both):
+def test_a_damaged_or_missing_file_is_noticed_by_both_whichever_digests_it(both):
   assert both[0]["damaged"] == both[1]["damaged"]
   # What the manifest says of itself is compared with the files, and the folder has other entries.
   assert {*both[0]["damaged"].values()} == {2}
@@ -172,5 +174,5 @@ def test_a_folder_that_the_processes_do_not_share_is_refused_by_both(both):
     assert found["shared"] is None
     for case in ("separate", "absent"):
       kind, message = found[case]
-      assert kind == "Unusable" and "not one folder that all processes share" in message
+      assert kind == "UnusableFolder" and "not one folder that all processes share" in message
     assert found["names"] == ["own-0", "own-1"]

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from grpo_jax.interrupts import Stopped
-from grpo_jax.processes import connections, meeting, starting
+from grpo_jax.processes import connections, rendezvous, starting
 from grpo_jax.processes.connections import JoinError, Place, WrongStartError
 from tests import several
 
@@ -16,7 +16,7 @@ def meet(*places, join_s=5.0, stop=False):
 
   def one(place):
     try:
-      return meeting.meet(place, connections.Key(), join_s=join_s, stop=stop).hosts
+      return rendezvous.meet(place, connections.Key(), join_s=join_s, stop=stop).hosts
     except (JoinError, WrongStartError, Stopped) as error:
       return error
 
@@ -83,7 +83,7 @@ def test_a_signal_ends_the_wait():
 
 
 OPTIONS = {"coordinator": "node1:1234", "processes": 4, "index": 3}
-FOUND = starting.Found("Open MPI", 8, 5)
+FOUND = starting.LauncherInfo("Open MPI", 8, 5)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_open_mpi_5_is_found_but_not_its_address(monkeypatch):
 
 def test_the_key_is_of_the_runs_secret_and_of_the_launchers_start(monkeypatch):
   monkeypatch.delenv(connections.SECRET_VARIABLE, raising=False)
-  of_launcher = starting.Found("Slurm", 2, 0, start="7.0.1")
+  of_launcher = starting.LauncherInfo("Slurm", 2, 0, start="7.0.1")
   assert starting.own_key({}, None) == connections.Key()
   assert starting.own_key({}, of_launcher) == connections.Key("", "7.0.1")
   monkeypatch.setenv(connections.SECRET_VARIABLE, "a secret of this run\n")

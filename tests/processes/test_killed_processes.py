@@ -116,8 +116,8 @@ def test_a_run_whose_processes_are_killed_ends_bit_for_bit_like_an_unbroken_one(
 
 
 def check_equal(workdir, unbroken, moments):
-  told, expected = ([recorded(line) for line in lines_of(run)] for run in (workdir, unbroken))
-  assert told == expected, moments
+  reported, expected = ([recorded(line) for line in lines_of(run)] for run in (workdir, unbroken))
+  assert reported == expected, moments
   assert exported(workdir) == exported(unbroken), moments
 
 

@@ -86,7 +86,7 @@ def runs(tmp_path_factory):
   return folder / "one", folder / "two"
 
 
-def told(workdir):
+def reported(workdir):
   """Returns the metrics of every step that do not depend on time and memory."""
   left_out = ("perf/", "time/", "hosts/", "tokens_per_s")
   rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
@@ -101,7 +101,7 @@ def test_the_weights_are_the_same_bytes(runs):
 
 
 def test_the_metrics_are_the_same(runs):
-  one, two = map(told, runs)
+  one, two = map(reported, runs)
   assert [row.keys() for row in one] == [row.keys() for row in two]
   assert json.dumps(one) == json.dumps(two)  # NaN is NaN.
   assert any("train/rank_accuracy" in row for row in one)

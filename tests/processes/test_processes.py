@@ -13,8 +13,8 @@ import grpo_jax
 from grpo_jax import interrupts, main, processes, report
 from grpo_jax.config import configuration
 from grpo_jax.models import export, transformer
-from grpo_jax.processes import watch
-from grpo_jax.run_folder import checkpointing, earlier, loggers, notices, shared_folder
+from grpo_jax.processes import watchdog
+from grpo_jax.run_folder import checkpointing, earlier_run, loggers, notices, shared_folder
 from tests import several, side_by_side
 from tests.models import tiny
 
@@ -72,7 +72,7 @@ def test_a_signal_that_came_before_the_processes_met_is_reported_to_the_others(m
     end_at_once=reported.append,
     flag=None,
   )
-  monkeypatch.setattr(watch, "current", current)
+  monkeypatch.setattr(watchdog, "current", current)
   with interrupts.Flag() as stop:
     stop.raise_for(signal.SIGTERM)
     with processes.watching(stop):
@@ -125,7 +125,7 @@ def write_report(folder):
 
 def set_aside(folder):
   (folder / "export").mkdir()
-  assert earlier.set_aside(folder) is None
+  assert earlier_run.set_aside(folder) is None
   (folder / "export").rmdir()
 
 

@@ -21,7 +21,7 @@ import jax
 address, index, folder = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3])
 jax.distributed.initialize(address, num_processes=2, process_id=index)
 import configs.base
-from grpo_jax.building import agreements, model
+from grpo_jax.building import agreements, policy_model
 from grpo_jax.config import configuration
 from grpo_jax.data import tokenizer
 from grpo_jax import processes
@@ -46,7 +46,7 @@ tried("model", agreements.check_model, mine / "model")
 import os
 os.environ.update({"JAX_ENABLE_X64": "1"} if index else {})
 tried("variable", agreements.check_start, config())
-found["fallback"] = model._of_all("the hub is silent" if index else "")
+found["fallback"] = policy_model._of_all("the hub is silent" if index else "")
 (folder / f"found-{index}.json").write_text(json.dumps(found))
 processes.barrier("end", timeout_s=60)
 """
@@ -94,7 +94,7 @@ def test_all_processes_report_the_same_difference_with_its_values_and_processes(
   assert differences[1][name] == differences[0][name]
 
 
-def test_equal_files_at_other_places_are_no_difference(differences):
+def test_equal_files_at_other_places_do_not_differ(differences):
   assert [each["same"] for each in differences] == ["", ""]
 
 

@@ -43,8 +43,10 @@ def lines_of(workdir):
 def recorded(workdir):
   """Returns the metrics that do not depend on how the sampler's weights are split."""
   of_layout = ("mismatch", "entropy", "staleness/", "all/")
-  told = [metrics.reproducible(line) for line in lines_of(workdir)]
-  return [{k: v for k, v in t.items() if not any(name in k for name in of_layout)} for t in told]
+  reported = [metrics.reproducible(line) for line in lines_of(workdir)]
+  return [
+    {k: v for k, v in t.items() if not any(name in k for name in of_layout)} for t in reported
+  ]
 
 
 def exported(workdir):

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from grpo_jax import metrics, report
-from grpo_jax.report import data as report_data
+from grpo_jax.report import run_data
 from grpo_jax.run_folder import console, loggers
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
 
@@ -61,7 +61,7 @@ class Page(HTMLParser):
 
 
 def quiet_screen():
-  return console.Screen(Console(quiet=True))
+  return console.TrainingScreen(Console(quiet=True))
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_the_page_needs_nothing_but_itself(run_folder):
 
 
 def test_the_policy_of_the_page_lets_its_own_scripts_run_and_no_other(run_folder):
-  page = Page(report.render(report_data.load(run_folder)))
+  page = Page(report.render(run_data.load(run_folder)))
   (policy,) = [a["content"] for a, _ in page.elements("meta") if a.get("http-equiv")]
   scripts = [text for attrs, text in page.elements("script") if "type" not in attrs]
   assert len(scripts) == 2
@@ -109,7 +109,7 @@ def test_the_policy_of_the_page_lets_its_own_scripts_run_and_no_other(run_folder
 
 
 def test_curves_hold_what_was_recorded(run_folder):
-  page = Page(report.render(report_data.load(run_folder)))
+  page = Page(report.render(run_data.load(run_folder)))
   rows, _ = metrics.parse_lines((run_folder / "metrics.jsonl").read_text())
   rewards = {row["step"]: row["rollout/reward_mean"] for row in rows if "train/loss" in row}
   stds = {row["step"]: row["rollout/reward_std"] for row in rows if "train/loss" in row}
@@ -125,26 +125,26 @@ def test_curves_hold_what_was_recorded(run_folder):
 
 
 def test_the_parts_of_a_step_add_up_to_it(run_folder):
-  page = Page(report.render(report_data.load(run_folder)))
+  page = Page(report.render(run_data.load(run_folder)))
   parts = panel(page, "Time of a step")["series"]
-  totals = report_data.curve(report_data.load(run_folder), "time/step_s")[1]
+  totals = run_data.curve(run_data.load(run_folder), "time/step_s")[1]
   assert [part["label"] for part in parts] == ["sample", "score", "learn", "sync", "other"]
   assert np.sum([part["y"] for part in parts], axis=0) == pytest.approx(totals, rel=1e-4)
 
 
 def test_every_recorded_metric_is_in_some_figure(run_folder):
-  run = report_data.load(run_folder)
+  run = run_data.load(run_folder)
   page = Page(report.render(run))
   others = {one["title"] for one in page.data["others"]}
-  patterns = [c for p in report_data.PANELS for c in (*p.curves.values(), p.band) if "*" not in c]
+  patterns = [c for p in run_data.PANELS for c in (*p.curves.values(), p.band) if "*" not in c]
   recorded = {name for row in run.rows for name in row} - {"step", "time/step_s"}
   in_panels = set(patterns) | {"eval/heldout/accuracy", "eval/heldout/pass@4"}
   assert recorded - in_panels - others == set()
   assert others & in_panels == set()
 
 
-def test_the_outcome_stands_on_top(run_folder):
-  run = report_data.load(run_folder)
+def test_the_outcome_is_at_the_top(run_folder):
+  run = run_data.load(run_folder)
   first, last = run.rows[0]["eval/heldout/accuracy"], run.rows[-1]["eval/heldout/accuracy"]
   found = {name: rest for name, *rest in report.tiles(run)}
   gain = f"{100 * (last - first):+.1f} points, step 0 to 30"
@@ -154,10 +154,10 @@ def test_the_outcome_stands_on_top(run_folder):
 
 
 def test_sampled_groups_are_those_of_the_files(run_folder):
-  page = Page(report.render(report_data.load(run_folder)))
+  page = Page(report.render(run_data.load(run_folder)))
   steps = page.data["samples"]
   assert (steps[0]["step"], steps[-1]["step"]) == (0, 29)
-  assert len(steps) == report_data.MAX_STEPS
+  assert len(steps) == run_data.MAX_STEPS
   lines = (run_folder / "rollouts" / "step_000029.jsonl").read_text().splitlines()
   record = json.loads(lines[11])  # the fourth rollout of the second group.
   shown = steps[-1]["groups"][1]["rollouts"][3]
@@ -287,16 +287,16 @@ def test_a_long_run_of_long_completions_gives_a_page_below_five_megabytes(tmp_pa
   data = Page(path.read_text(encoding="utf-8")).data
   shown = data["samples"]
   assert {0, 59} <= {one["step"] for one in shown}
-  assert len(shown[0]["groups"]) == report_data.MAX_GROUPS
+  assert len(shown[0]["groups"]) == run_data.MAX_GROUPS
   rollout = shown[0]["groups"][0]["rollouts"][0]
   assert len(rollout["texts"]) + rollout["omitted"] == rollout["length"] == 3000
   assert f"{len(shown)} of 60 recorded steps" in data["samples_note"]
   curve = data["others"][0]["series"][0]
-  assert len(curve["x"]) == len(curve["y"]) <= report_data.MAX_POINTS
+  assert len(curve["x"]) == len(curve["y"]) <= run_data.MAX_POINTS
   assert np.mean(curve["y"]) == pytest.approx(np.mean([row["env/e/0"] for row in rows]), abs=1e-6)
 
 
-def test_environment_tokens_and_missing_logprobs_are_told_apart(tmp_path):
+def test_environment_tokens_and_missing_logprobs_look_different(tmp_path):
   record = {
     "group": 0, "rollout": 0, "prompt_id": "p", "environment": "e", "prompt": "",
     "completion": "ab", "reward": None, "reward_components": {}, "advantage": None,
@@ -304,10 +304,10 @@ def test_environment_tokens_and_missing_logprobs_are_told_apart(tmp_path):
     "loss_mask": [1, 0], "behavior_logprobs": [-1.0, 0.0], "policy_logprobs": [-1.5, None],
     "weight_versions": [3, -1],
   }  # fmt: skip
-  shown = report_data._rollout(record)
+  shown = run_data._rollout(record)
   assert (shown["mask"], shown["delta"]) == ([1, 0], [-0.5, None])
   assert shown["sampled"] == "after 3 updates"
-  without = report_data._rollout(record | {"policy_logprobs": None, "token_texts": None})
+  without = run_data._rollout(record | {"policy_logprobs": None, "token_texts": None})
   assert (without["delta"], without["texts"]) == (None, ["ab"])
 
 
@@ -329,16 +329,16 @@ def groups_file(tmp_path, groups):
 @pytest.mark.parametrize("learned_from", [[1, 4], [40, 41], [*range(20)], []])
 def test_groups_that_were_learned_from_are_shown_first(tmp_path, learned_from):
   groups = [-1.0 if i in learned_from else None for i in range(42)]
-  (step,), _ = report_data.samples(report_data.load(groups_file(tmp_path, groups)))
+  (step,), _ = run_data.samples(run_data.load(groups_file(tmp_path, groups)))
   compared = [rollout["delta"] is not None for g in step["groups"] for rollout in g["rollouts"]]
-  found = min(len(learned_from), report_data.MAX_GROUPS)
-  assert compared == [True] * found + [False] * (report_data.MAX_GROUPS - found)
+  found = min(len(learned_from), run_data.MAX_GROUPS)
+  assert compared == [True] * found + [False] * (run_data.MAX_GROUPS - found)
 
 
 def test_a_huge_file_is_not_searched_to_its_end(tmp_path, monkeypatch):
-  monkeypatch.setattr(report_data, "MAX_SCAN", 3000)
-  (step,), _ = report_data.samples(report_data.load(groups_file(tmp_path, [*[None] * 40, -1.0])))
-  assert len(step["groups"]) == report_data.MAX_GROUPS
+  monkeypatch.setattr(run_data, "MAX_SCAN", 3000)
+  (step,), _ = run_data.samples(run_data.load(groups_file(tmp_path, [*[None] * 40, -1.0])))
+  assert len(step["groups"]) == run_data.MAX_GROUPS
   assert all(rollout["delta"] is None for g in step["groups"] for rollout in g["rollouts"])
 
 
@@ -376,7 +376,7 @@ def test_figures_without_content_are_a_sentence(tmp_path, changed, drawn):
   assert page.data["others"] == []
 
 
-def test_no_sentence_stands_for_a_figure_of_which_nothing_was_measured(tmp_path):
+def test_a_figure_without_any_measurement_has_no_sentence(tmp_path):
   page = Page(report.write(a_run(tmp_path, [{"step": 0}])).read_text(encoding="utf-8"))
   assert page.data["quiet"] == []
 
@@ -410,7 +410,7 @@ def test_a_single_curve_is_named_unless_the_title_says_what_it_is(tmp_path):
 
 
 def test_the_only_step_has_a_reward_and_no_change_of_it(tmp_path):
-  tiles = report.tiles(report_data.load(a_run(tmp_path, [{"step": 0, "rollout/reward_mean": 0.5}])))
+  tiles = report.tiles(run_data.load(a_run(tmp_path, [{"step": 0, "rollout/reward_mean": 0.5}])))
   assert ("Reward in training", "", "0.500", "of the only step") in tiles
 
 
@@ -503,7 +503,7 @@ console.log(JSON.stringify(found));
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_the_ticks_of_flat_curves_are_told_apart():
+def test_the_ticks_of_flat_curves_are_distinct():
   bounds = [[1, 1 + 1e-6], [0.9, 1.1], [1, 1.00001], [0.5, 0.5001], [-1e-9, 1e-9], [3, 3.0001]]
   bounds += [[12345.1, 12345.2], [1e8, 1e8 + 10], [0.00012345, 0.00012346], [3, 3], [2e-13, 2e-13]]
   bounds += [[-1.00001, -1], [0, 0.02], [1e-20, 1e20]]
@@ -519,42 +519,42 @@ def test_the_ticks_of_flat_curves_are_told_apart():
 
 
 def test_steps_are_spread_from_both_ends_inwards():
-  order = report_data._spread(list(range(100)), 5)
+  order = run_data._spread(list(range(100)), 5)
   assert order[:2] == [99, 0] and sorted(order) == [0, 25, 50, 74, 99]
-  assert report_data._spread([], 5) == [] and report_data._spread([7], 5) == [7]
+  assert run_data._spread([], 5) == [] and run_data._spread([7], 5) == [7]
 
 
-def test_an_unhealthy_end_is_told_in_words(tmp_path):
+def test_an_unhealthy_end_is_described_in_words(tmp_path):
   rows = [{"step": s, "signal/lost_share": 0.0 if s < 18 else 0.9} for s in range(20)]
-  run = report_data.load(a_run(tmp_path, rows))
+  run = run_data.load(a_run(tmp_path, rows))
   assert report.warnings_of(run) == [
     "90% of the completions give nothing to learn from (signal/lost/* says why)."
   ]
-  assert report.warnings_of(report_data.load(a_run(tmp_path, rows[:18]))) == []
+  assert report.warnings_of(run_data.load(a_run(tmp_path, rows[:18]))) == []
 
 
-def test_first_steps_without_signal_stand_on_the_page_with_reason_and_remedy(tmp_path):
+def test_first_steps_without_signal_are_on_the_page_with_reason_and_remedy(tmp_path):
   silent = {"signal/lost_share": 1.0, "signal/lost/group_of_one": 4.0}
   rows = [{"step": 0, **silent}, {"step": 1, **silent}, {"step": 2, "signal/lost_share": 0.5}]
-  page = report.render(report_data.load(a_run(tmp_path, rows)))
+  page = report.render(run_data.load(a_run(tmp_path, rows)))
   assert "Steps 0 to 1: NOTHING TO LEARN FROM" in page and "8 completions are the only" in page
   assert "advantages.estimator=&#x27;reinforce_pp&#x27;" in page
-  page = report.render(report_data.load(a_run(tmp_path / "b", rows[2:])))
+  page = report.render(run_data.load(a_run(tmp_path / "b", rows[2:])))
   assert "NOTHING TO LEARN FROM" not in page
 
 
-def test_device_memory_stands_on_top_where_it_is_counted(tmp_path):
+def test_device_memory_is_at_the_top_where_it_is_counted(tmp_path):
   rows = [{"step": 0, "rollout/reward_mean": 0.5, "perf/device_peak_gib": 3.25}]
-  tiles = report.tiles(report_data.load(a_run(tmp_path, rows)))
+  tiles = report.tiles(run_data.load(a_run(tmp_path, rows)))
   assert ("Device memory", "", "3.2 GiB", "peak of the fullest device") in tiles
   rows[0].pop("perf/device_peak_gib")
-  tiles = report.tiles(report_data.load(a_run(tmp_path / "cpu", rows)))
+  tiles = report.tiles(run_data.load(a_run(tmp_path / "cpu", rows)))
   assert not [tile for tile in tiles if "memory" in tile[0]]
 
 
 def test_several_runs_are_drawn_into_one_page_without_groups(tmp_path, run_folder):
   other = a_run(tmp_path / "b", [{"step": 0, "rollout/reward_mean": 0.5}], {"total_steps": 7})
-  runs = [report_data.load(run_folder), report_data.load(other)]
+  runs = [run_data.load(run_folder), run_data.load(other)]
   page = Page(report.render_comparison(runs))
   assert [one["label"] for one in panel(page, "Reward")["series"]] == ["a_run", "b"]
   assert page.data["samples"] is None

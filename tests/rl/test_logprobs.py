@@ -86,7 +86,7 @@ def test_plain_rows_are_predicted_from_the_token_before():
   np.testing.assert_allclose(got[0], [0.0, table[0, 2], table[1, 3], table[2, 4]], rtol=1e-5)
 
 
-def test_gathered_tokens_keep_their_own_values_and_number_sequences_anew():
+def test_gathered_tokens_keep_their_own_values_and_number_sequences_again():
   batch = dataclasses.replace(_batch(), old_logprobs=jnp.full((1, 4), -3.0))
   tokens = logprobs.gather_loss_tokens(batch)
   np.testing.assert_array_equal(tokens.mask, [[True, True, True, False]])

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from grpo_jax.rollouts.attempts import Arrived
+from grpo_jax.rollouts.background_attempts import Arrived
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
 
 
 class Clocked:
-  """Attempts whose time passes only while somebody waits; see `attempts.Attempts`."""
+  """Attempts whose time passes only while somebody waits; see `background_attempts.Attempts`."""
 
   def __init__(self, rows: int, lengths: Callable[[int], Sequence[int]]):
     """Makes an engine that does nothing.

@@ -8,14 +8,14 @@ import numpy as np
 
 from grpo_jax.groups import filters
 from grpo_jax.rollouts import stream
-from grpo_jax.rollouts.admission import Rule
-from grpo_jax.rollouts.ahead import Ahead
-from grpo_jax.rollouts.attempts import Arrived
+from grpo_jax.rollouts.admission import AdmissionRule
+from grpo_jax.rollouts.ahead import AheadSource
+from grpo_jax.rollouts.background_attempts import Arrived
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
 
 
 class Shuffled:
-  """Attempts of which any may finish next; see `attempts.Attempts`.
+  """Attempts of which any may finish next; see `background_attempts.Attempts`.
 
   A group has a token of the version at which it was admitted and one of that at which it finished.
   """
@@ -121,10 +121,10 @@ def opened(
   state = state or {}
   at = lambda found: Numbers(count, found.get("prompts", {}).get("position", 0))
   known = state.get("ahead", {})
-  draws = Ahead(
+  source = AheadSource(
     at({"prompts": known["next"]} if known else state),
     attempts,
-    Rule(groups_per_step=per_step, **rule),
+    AdmissionRule(groups_per_step=per_step, **rule),
     block=block or per_step,
     max_error_share=1.0,
     total_steps=total_steps,
@@ -139,7 +139,7 @@ def opened(
     return dataclasses.replace(filters.apply(()), kept=kept)
 
   return stream.OnlineStream(
-    draws, prompts_per_step=per_step, dynamic=dynamic, keep=keep, surplus=state.get("surplus", ())
+    source, prompts_per_step=per_step, dynamic=dynamic, keep=keep, surplus=state.get("surplus", ())
   )
 
 

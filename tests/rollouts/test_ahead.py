@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from grpo_jax.rollouts import stream
-from grpo_jax.rollouts.admission import Rule
-from grpo_jax.rollouts.ahead import Ahead, is_split, oldest_version
+from grpo_jax.rollouts.admission import AdmissionRule
+from grpo_jax.rollouts.ahead import AheadSource, is_split, oldest_version
 from grpo_jax.types import Prompt, RolloutGroup
 from tests.rollouts.clocked import Clocked, rollout
 
@@ -60,10 +60,10 @@ def made(
   known = state.get("ahead", {})
   at = lambda position: Numbers(count, position.get("prompts", {}).get("position", 0))
   prompts = at({"prompts": known["next"]} if known else state)
-  draws = Ahead(
+  source = AheadSource(
     prompts,
     engine,
-    Rule(max_staleness=k, groups_per_step=P),
+    AdmissionRule(max_staleness=k, groups_per_step=P),
     block=block,
     max_error_share=1.0,
     total_steps=total_steps,
@@ -73,14 +73,14 @@ def made(
   )
   options = {} if keep is None else {"keep": keep}
   return stream.OnlineStream(
-    draws, prompts_per_step=P, dynamic=dynamic, surplus=state.get("surplus", ()), **options
+    source, prompts_per_step=P, dynamic=dynamic, surplus=state.get("surplus", ()), **options
   )
 
 
 def source_of(made: stream.OnlineStream) -> Numbers:
   """Returns the prompts that a stream reads."""
-  draws: Any = made._draws
-  return draws._prompts
+  source: Any = made._source
+  return source._prompts
 
 
 def train(engine, made, *, steps, learn, sync=0.0, first=0):

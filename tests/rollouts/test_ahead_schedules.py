@@ -73,13 +73,13 @@ def learned_from(kind, draw, *, changes):
 
 
 def check(groups, step, made, kind, *, is_changed):
-  draws = made._draws
-  assert len(groups) == kind["per_step"] or draws._is_over
+  source = made._source
+  assert len(groups) == kind["per_step"] or source._is_over
   if is_changed:
     return  # a surplus may be older than a bound that was larger before.
   for versions in (g.rollouts[0].weight_versions[g.rollouts[0].loss_mask] for g in groups):
     assert all(0 <= step - version <= kind["max_staleness"] for version in versions)
-  held = draws._ledger.outstanding + len(made._surplus)
+  held = source._queue.outstanding + len(made._surplus)
   assert held <= (kind["max_staleness"] + 1) * kind["per_step"]
 
 

@@ -10,7 +10,7 @@ from grpo_jax.engines.base import SamplingParams
 from grpo_jax.environments.base import EnvironmentFactory, StepResult, as_factory
 from grpo_jax.models.chat.turn_texts import TurnRefusal
 from grpo_jax.rollouts import conversations
-from grpo_jax.rollouts.collecting import Limits, collect_sync
+from grpo_jax.rollouts.rollout import AttemptLimits, collect_sync
 from grpo_jax.types import Prompt
 from tests.data import chat_templates
 from tests.data.small_templates import SMALL
@@ -51,7 +51,7 @@ class Recording(ByteTokenizer):
 
 def run(result, tokenizer, **limits):
   prompt = Prompt("set:0:0", tokenizer.encode("q"), "env", text="q", tools=(TOOL,))
-  limits = Limits(max_turns=2, max_error_share=1.0, **limits)
+  limits = AttemptLimits(max_turns=2, max_error_share=1.0, **limits)
   sampling = SamplingParams(max_tokens=16, stop_ids=(END,))
   engine = ScriptedEngine(lambda r: "x")
   options: dict[str, Any] = dict(group_size=1, sampling=sampling, seed=0, step=0, limits=limits)

@@ -17,7 +17,7 @@ from grpo_jax.engines.fake import FakeEngine
 from grpo_jax.environments.base import StepResult
 from grpo_jax.groups import credit, filters
 from grpo_jax.rl import estimators
-from grpo_jax.rollouts.collecting import Limits, TooManyFailures, collect_sync, error_counts
+from grpo_jax.rollouts.rollout import AttemptLimits, TooManyFailures, collect_sync, error_counts
 from grpo_jax.run_folder import console
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup, Turn
 
@@ -32,7 +32,7 @@ def prompts(*texts: str, **fields) -> list[Prompt]:
 
 
 def run(engine, factory, tasks, *, tokenizer=TOKENIZER, **overrides):
-  limits = Limits(max_turns=9, max_error_share=0.5)
+  limits = AttemptLimits(max_turns=9, max_error_share=0.5)
   settings = dict(group_size=1, sampling=SAMPLING, seed=3, step=5, limits=limits)
   return collect_sync(engine, {"env": factory}, tasks, tokenizer, **(settings | overrides))
 
@@ -56,7 +56,7 @@ class Talk:
     pass
 
 
-def going_on(observation="|", **fields) -> StepResult:
+def continuing(observation="|", **fields) -> StepResult:
   return StepResult(0.0, done=False, observation=observation, **fields)
 
 
@@ -70,10 +70,10 @@ class Stopping:
 
   def __call__(self, prompt):
     results = [
-      going_on(),  # as before.
-      going_on(stop_strings=["</answer>"]),
-      going_on(),
-      going_on(stop_strings=()),
+      continuing(),  # as before.
+      continuing(stop_strings=["</answer>"]),
+      continuing(),
+      continuing(stop_strings=()),
       StepResult(1.0, done=True),
     ]
     return Talk(*results)
@@ -112,10 +112,10 @@ def test_attempts_of_one_call_have_stop_strings_of_their_own():
 
 
 @pytest.mark.parametrize("strings", ["</action>", ("",), (7,)], ids=["a_text", "empty", "no_text"])
-def test_stop_strings_that_are_no_list_of_texts_are_a_failure(strings):
-  result = dataclasses.replace(going_on())
+def test_stop_strings_that_are_not_a_list_of_strings_are_a_failure(strings):
+  result = dataclasses.replace(continuing())
   object.__setattr__(result, "stop_strings", strings)  # what an unchecked environment may do.
-  limits = Limits(max_turns=3, max_error_share=1.0)
+  limits = AttemptLimits(max_turns=3, max_error_share=1.0)
   groups = run(ScriptedEngine(lambda r: "x"), lambda p: Talk(result), prompts("a"), limits=limits)
   assert error_counts(groups) == {"rollout/errors/type": 1.0}
   assert "stop_strings must be a list of strings" in groups[0].rollouts[0].error
@@ -135,7 +135,7 @@ class NoScalar:
   ],
 )
 def test_a_result_that_cannot_be_read_costs_its_attempt_only(field, value, kind):
-  broken = going_on()
+  broken = continuing()
   object.__setattr__(broken, field, value)  # what an unchecked environment may do.
   factory = lambda p: Talk(broken if p.text == "a" else StepResult(1.0, done=True))
   groups = run(ScriptedEngine(lambda r: "x"), factory, prompts("a", "b"))
@@ -195,7 +195,7 @@ def test_what_was_sampled_is_never_encoded_again_where_a_stop_string_ends_within
   tokenizer = Pieces()
   assert tokenizer.encode(tokenizer.decode([A, B])).tolist() == [AB]  # no round trip.
   script = {0: [A, B, 0, 1, 2, AB, AB], 1: [B, A, B, EOS]}  # the token 2 completes </action>.
-  talk = Talk(going_on("ab"), StepResult(1.0, done=True))
+  talk = Talk(continuing("ab"), StepResult(1.0, done=True))
 
   class Once:
     stop_strings = ("</action>",)
@@ -287,14 +287,14 @@ def test_conversations_are_described_turn_by_turn():
   assert "rollout/turns_max" not in single and "rollout/turn/01/reached_share" not in single
 
 
-def test_flags_of_attempts_are_no_means_of_their_environment():
+def test_flags_of_attempts_are_not_averaged_for_their_environment():
   failed = talked(Turn(1, 0, 0.0), reward=math.nan, failure="timeout", error="x")
   found = metrics.rollout_metrics([group(failed, talked(Turn(1, 0, 1.0), hit_turn_limit=True))])
   assert not [name for name in found if name.startswith(("env/env/error", "env/env/turn_limit"))]
   assert found["env/env/failed_share"] == 0.5 and found["env/env/completions"] == 2.0
 
 
-def test_every_environment_of_a_group_of_environments_is_told_apart():
+def test_metrics_are_separate_for_every_environment_of_a_group():
   solved, missed = (talked(Turn(1, 0, r), metrics={"accuracy": r}) for r in (1.0, 0.0))
   groups = [group(solved, missed, environment="math"), group(solved, environment="puzzle")]
   found = metrics.rollout_metrics(groups)
@@ -332,7 +332,7 @@ def raising():
 
 def hanging():
   time.sleep(1.2)
-  return going_on()
+  return continuing()
 
 
 @pytest.mark.parametrize("turn", [1, 2])
@@ -348,11 +348,11 @@ def hanging():
   ],
   ids=["raises", "hangs", "nan", "nan_part", "nothing", "text"],
 )
-def test_a_fault_in_any_turn_costs_the_attempt_and_the_group_goes_on_or_is_dropped(
+def test_a_fault_in_any_turn_costs_the_attempt_and_the_group_continues_or_is_dropped(
   fault, kind, turn
 ):
   engine = ScriptedEngine(lambda r: r.request_id.rpartition("#")[2].partition(".")[0])
-  limits = Limits(max_turns=3, environment_timeout_s=0.3, max_error_share=0.4)
+  limits = AttemptLimits(max_turns=3, environment_timeout_s=0.3, max_error_share=0.4)
   groups = run(engine, failing_at(turn, fault), prompts("a", "b"), group_size=3, limits=limits)
   assert error_counts(groups) == {f"rollout/errors/{kind}": 2.0}
   for one in groups:
@@ -377,7 +377,7 @@ def test_a_fault_in_any_turn_costs_the_attempt_and_the_group_goes_on_or_is_dropp
 
 def test_an_observation_that_cannot_be_encoded_costs_its_attempt():
   def factory(prompt):
-    return Talk(going_on("\ud800" if prompt.text == "a" else "|"), StepResult(1.0, done=True))
+    return Talk(continuing("\ud800" if prompt.text == "a" else "|"), StepResult(1.0, done=True))
 
   groups = run(ScriptedEngine(lambda r: "x"), factory, prompts("a", "b"))
   assert error_counts(groups) == {"rollout/errors/observation": 1.0}
@@ -394,7 +394,7 @@ def test_a_template_that_refuses_the_role_of_an_observation_costs_its_attempt():
 
   def factory(prompt):
     role = "tool" if prompt.text == "a" else "user"
-    return Talk(going_on(observation_role=role), StepResult(1.0, done=True))
+    return Talk(continuing(observation_role=role), StepResult(1.0, done=True))
 
   engine = ScriptedEngine(lambda r: "x")
   groups = run(engine, factory, prompts("a", "b"), tokenizer=Strict())
@@ -412,7 +412,7 @@ def test_a_failure_that_says_what_a_terminal_obeys_is_printed_harmlessly():
   assert not any("\u202e" in line for line in lines)
 
 
-def test_evaluations_tell_the_kinds_of_failures():
+def test_evaluations_report_the_kinds_of_failures():
   failed = talked(Turn(1, 0, 0.0), reward=math.nan, failure="timeout", error="timeout: 5 s")
   found = metrics.evaluation_metrics(
     [group(failed), group(talked(Turn(1, 0, 1.0)))], name="heldout"
@@ -436,7 +436,7 @@ def test_an_environment_with_a_time_out_of_its_own_keeps_it():
       return Waiting()
 
   started = time.monotonic()
-  limits = Limits(environment_timeout_s=30.0, max_error_share=1.0)
+  limits = AttemptLimits(environment_timeout_s=30.0, max_error_share=1.0)
   groups = run(ScriptedEngine(lambda r: "x"), Slow(), prompts("a"), limits=limits)
   assert error_counts(groups) == {"rollout/errors/timeout": 1.0}
   assert "within 0.2 s" in groups[0].rollouts[0].error and time.monotonic() - started < 5

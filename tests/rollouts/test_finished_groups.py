@@ -17,10 +17,10 @@ from grpo_jax.engines.base import SamplingParams
 from grpo_jax.engines.fake import FakeEngine
 from grpo_jax.environments.base import SingleTurn, StepResult
 from grpo_jax.interrupts import Stopped
-from grpo_jax.rollouts import collecting, evaluation, stream
-from grpo_jax.rollouts.collecting import Limits, StepPrompt, TooManyFailures
+from grpo_jax.rollouts import evaluation, rollout, stream
 from grpo_jax.rollouts.loop_thread import LoopThread
-from grpo_jax.rollouts.turns import request_seed
+from grpo_jax.rollouts.rollout import AttemptLimits, StepPrompt, TooManyFailures
+from grpo_jax.rollouts.turn_sampling import request_seed
 from grpo_jax.types import Prompt
 
 SAMPLING = SamplingParams(max_tokens=16, stop_ids=(END,))
@@ -38,7 +38,7 @@ def prompts(*texts: str, step: int = 0, **fields) -> list[StepPrompt]:
 
 def groups(engine, factory, wanted, **overrides):
   settings = {"group_size": GROUP, "sampling": SAMPLING, "seed": 3, **overrides}
-  return collecting.groups(engine, {"env": factory}, wanted, TOKENIZER, **settings)
+  return rollout.groups(engine, {"env": factory}, wanted, TOKENIZER, **settings)
 
 
 def scored(prompt: Prompt) -> SingleTurn:
@@ -143,16 +143,16 @@ def test_collect_is_the_groups_in_the_order_of_the_prompts(loop, schedule):
       "group_size": 3,
       "sampling": SAMPLING,
       "seed": 3,
-      "limits": Limits(max_turns=4, max_tokens=15, max_error_share=0.5),
+      "limits": AttemptLimits(max_turns=4, max_tokens=15, max_error_share=0.5),
       "schedule": schedule,
     }
 
-  found = list(loop.iterate(collecting.groups(prompts=wanted, **made(reverse=True))))
+  found = list(loop.iterate(rollout.groups(prompts=wanted, **made(reverse=True))))
   assert found[0].ordinal == 3  # failed at once.
   assert sorted(each.ordinal for each in found) == [0, 1, 2, 3]
   plain = [each.prompt for each in wanted]
-  expected = collecting.collect_sync(prompts=plain, step=7, **made(reverse=False))
-  assert shown(collecting.in_order(found)) == shown(expected)
+  expected = rollout.collect_sync(prompts=plain, step=7, **made(reverse=False))
+  assert shown(rollout.in_order(found)) == shown(expected)
   assert [g.prompt.text for g in expected] == ["x", "yyy", "zz", "v" * 15]
 
 
@@ -201,7 +201,7 @@ def bigrams() -> FakeEngine:
 
 def test_completions_depend_on_the_step_that_a_prompt_is_for_and_not_on_when_it_is_sampled(loop):
   """One at a time, all at once in another order, in several calls at the same time."""
-  settings = {"limits": Limits(max_turns=3)}
+  settings = {"limits": AttemptLimits(max_turns=3)}
   steps = [prompts("xyz", "uv", "w", step=step) for step in range(4)]
 
   def sampled(wanted):
@@ -230,7 +230,7 @@ def test_completions_depend_on_the_step_that_a_prompt_is_for_and_not_on_when_it_
 
   assert loop.run(side_by_side()) == in_turn
   plain = [each.prompt for each in steps[2]]
-  of_step = collecting.collect_sync(
+  of_step = rollout.collect_sync(
     bigrams(),
     {"env": Talking},
     plain,
@@ -263,7 +263,7 @@ def test_the_sampler_of_a_run_gives_the_prompts_of_a_later_step_their_own_seeds(
   ahead = {step: shown(sample(steps[step], step)) for step in (3, 1, 0, 2)}
   assert ahead == in_turn
   mixed = [StepPrompt(p, step) for step in (2, 0, 3, 1) for p in steps[step]]
-  found = collecting.in_order(sample.finished(mixed))
+  found = rollout.in_order(sample.finished(mixed))
   assert shown(found) == [one for step in (2, 0, 3, 1) for one in in_turn[step]]
 
 
@@ -272,14 +272,14 @@ def sampler(loop, engine, environment=scored, *, sampling=None, limits=None, **f
   def progress(description, total):
     yield lambda count: None
 
-  return stream.Sampler(
+  return stream.RolloutSampler(
     engine=engine,
     environments={"env": environment},
     tokenizer=TOKENIZER,
     group_size=GROUP,
     sampling=sampling or SAMPLING,
     seed=3,
-    limits=limits or Limits(),
+    limits=limits or AttemptLimits(),
     progress=progress,
     loop=loop,
     **fields,
@@ -306,7 +306,7 @@ def test_training_warns_once_of_what_it_does_not_compute_whatever_the_engine(
   assert words is None or words in caplog.text
 
 
-@pytest.mark.parametrize("schedule", collecting.SCHEDULES)
+@pytest.mark.parametrize("schedule", rollout.SCHEDULES)
 def test_the_schedule_of_a_run_reaches_the_engine(loop, schedule):
   class Talking:
     async def start(self):
@@ -319,7 +319,7 @@ def test_the_schedule_of_a_run_reaches_the_engine(loop, schedule):
       pass
 
   engine = ScriptedEngine(lambda r: "ab" if len(r.prompt_ids) < 3 else "a")
-  limits = Limits(max_turns=2)
+  limits = AttemptLimits(max_turns=2)
   sample = sampler(loop, engine, lambda prompt: Talking(), schedule=schedule, limits=limits)
   sample([each.prompt for each in prompts("x", "y")], 0)
   calls = {"rounds": [4, 4], "free": [4, 1, 1, 1, 1]}
@@ -404,7 +404,7 @@ def test_closing_early_closes_the_environments_of_conversations_under_way(loop):
         yield generation
 
   engine = Second(lambda r: "ab")
-  settings = {"limits": Limits(max_turns=2)}
+  settings = {"limits": AttemptLimits(max_turns=2)}
   found = loop.iterate(groups(engine, Noted, prompts("a", "bb"), **settings))
   assert next(found).ordinal == 0
   found.close()
@@ -486,7 +486,7 @@ def test_an_environment_that_hangs_costs_its_group_the_time_limit_and_no_other(l
       release.wait(30)
     return 1.0
 
-  limits = Limits(environment_timeout_s=0.3, max_error_share=0.5)
+  limits = AttemptLimits(environment_timeout_s=0.3, max_error_share=0.5)
   factory = lambda prompt: SingleTurn(reward, prompt)
   engine = ScriptedEngine(lambda r: "x")
   found = loop.iterate(groups(engine, factory, prompts("a", "b"), limits=limits))
@@ -543,5 +543,5 @@ def test_what_cannot_be_right_is_refused_before_anything_runs(overrides, message
     "seed": 0,
   }
   with pytest.raises(ValueError, match=message):
-    collecting.groups(**(settings | overrides))  # by the call itself.
+    rollout.groups(**(settings | overrides))  # by the call itself.
   assert engine.calls == []

@@ -12,10 +12,10 @@ from scripted_engine import TOKENIZER, ScriptedEngine
 from grpo_jax.data.byte_tokenizer import END
 from grpo_jax.engines.base import SamplingParams
 from grpo_jax.environments.base import SingleTurn, StepResult
-from grpo_jax.rollouts import collecting
-from grpo_jax.rollouts.attempts import Background
-from grpo_jax.rollouts.collecting import Finished, Limits, collect_sync
+from grpo_jax.rollouts import rollout
+from grpo_jax.rollouts.background_attempts import BackgroundAttempts
 from grpo_jax.rollouts.loop_thread import LoopThread
+from grpo_jax.rollouts.rollout import AttemptLimits, Finished, collect_sync
 from grpo_jax.types import Prompt, RolloutGroup
 
 FEW, MANY = 20, 240
@@ -88,8 +88,8 @@ def test_the_work_of_a_group_in_the_background_is_the_same_with_twelve_times_as_
       may_end.pop().set()
 
     with LoopThread() as loop:
-      background = Background(loop, groups, in_turn=False)
-      background.submit(range(count), collecting.for_step(prompts(count), 0))
+      background = BackgroundAttempts(loop, groups, in_turn=False)
+      background.submit(range(count), rollout.for_step(prompts(count), 0))
       for _ in range(count):
         loop.run(end_one())
         background.wait()
@@ -101,7 +101,7 @@ def test_the_work_of_a_group_in_the_background_is_the_same_with_twelve_times_as_
   assert many < 1.05 * few * MANY / FEW
 
 
-@pytest.mark.parametrize("schedule", collecting.SCHEDULES)
+@pytest.mark.parametrize("schedule", rollout.SCHEDULES)
 def test_no_more_environments_are_open_than_may_be_called_at_a_time(schedule):
   is_open, most = set(), []
 
@@ -121,7 +121,7 @@ def test_no_more_environments_are_open_than_may_be_called_at_a_time(schedule):
       is_open.discard(self)
 
   before = threading.active_count()
-  limits = Limits(environment_concurrency=4)
+  limits = AttemptLimits(environment_concurrency=4)
   groups = collected(60, Slow, schedule=schedule, limits=limits)
   assert np.mean([group.rewards for group in groups]) == 1.0
   assert max(most) <= 4 and threading.active_count() <= before + 4

@@ -218,7 +218,7 @@ def test_work_that_refuses_to_be_cancelled_once_is_cancelled_again(loop):
   assert len(cancels) == 2 and len(rollout_threads()) == 1
 
 
-def test_items_come_as_they_are_made_and_the_work_goes_on_meanwhile(loop):
+def test_items_come_as_they_are_made_and_the_work_continues_meanwhile(loop):
   seen: list[int] = []
   items = loop.iterate(count_to(5, seen=seen))
   assert seen == []  # nothing runs before the first item is asked for.

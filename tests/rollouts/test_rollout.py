@@ -15,9 +15,9 @@ from grpo_jax.data.byte_tokenizer import END, ROLE, ByteTokenizer
 from grpo_jax.engines.base import GenerationRequest, SamplingParams
 from grpo_jax.environments.base import SingleTurn, StepResult
 from grpo_jax.environments.isolation import IsolatedEnvironment
-from grpo_jax.rollouts import collecting as rollout
-from grpo_jax.rollouts.collecting import Limits, collect_sync
-from grpo_jax.rollouts.turns import request_seed
+from grpo_jax.rollouts import rollout
+from grpo_jax.rollouts.rollout import AttemptLimits, collect_sync
+from grpo_jax.rollouts.turn_sampling import request_seed
 from grpo_jax.types import FinishReason, Prompt
 
 SAMPLING = SamplingParams(max_tokens=16, stop_ids=(END,))
@@ -59,7 +59,7 @@ def test_collect_returns_prompt_and_attempt_order_whatever_finishes_first(revers
   assert len(engine.calls) == 1 and len(engine.calls[0]) == 6
 
 
-def test_a_greedy_attempt_stands_beside_its_group():
+def test_a_greedy_attempt_is_kept_apart_from_its_group():
   engine = ScriptedEngine(lambda r: f"{TOKENIZER.decode(r.prompt_ids)}{attempt_of(r)}")
   environments = single_turn(lambda p, text: float(text[-1]))
   plain = run(engine, environments, prompts("a", "b"))
@@ -82,7 +82,7 @@ def test_a_greedy_attempt_that_fails_is_counted_and_costs_no_other():
     return 1.0
 
   engine = ScriptedEngine(lambda r: f"{TOKENIZER.decode(r.prompt_ids)}{attempt_of(r)}")
-  limits = Limits(max_error_share=0.5)
+  limits = AttemptLimits(max_error_share=0.5)
   [group] = run(engine, single_turn(reward), prompts("a"), with_greedy=True, limits=limits)
   assert group.rewards.tolist() == [1.0, 1.0] and np.isnan(group.greedy.reward)
   assert sum(rollout.error_counts([group]).values()) == 1.0
@@ -178,7 +178,9 @@ class Counting:
 
 def test_collect_interleaves_turns_and_masks_what_the_environment_wrote():
   engine = ScriptedEngine(lambda r: "ab")
-  groups = run(engine, {"env": Counting}, prompts("xyz"), limits=Limits(max_turns=5), group_size=1)
+  groups = run(
+    engine, {"env": Counting}, prompts("xyz"), limits=AttemptLimits(max_turns=5), group_size=1
+  )
   got = groups[0].rollouts[0]
   turn, observation = [ord("a"), ord("b"), END], lambda i: [ord("<"), ord(i), ord(">")]
   expected = turn + observation("1") + turn + observation("2") + turn
@@ -225,7 +227,7 @@ def test_collect_never_encodes_again_what_was_sampled():
     sampling=SAMPLING,
     seed=0,
     step=0,
-    limits=Limits(max_turns=2),
+    limits=AttemptLimits(max_turns=2),
   )
   ids = groups[0].rollouts[0].completion_ids.tolist()
   assert ids == [97, 98, END, *map(ord, "<1>"), 97, 98, END]
@@ -237,7 +239,7 @@ def test_collect_renders_an_observation_with_a_role_as_a_message():
     ScriptedEngine(lambda r: "ab"),
     {"env": lambda p: Counting(p, role="user")},
     prompts("xy"),
-    limits=Limits(max_turns=2),
+    limits=AttemptLimits(max_turns=2),
     group_size=1,
   )
   written = groups[0].rollouts[0].completion_ids[3:-3].tolist()
@@ -252,7 +254,7 @@ def test_free_schedule_gives_what_rounds_give():
       engine,
       {"env": Counting},
       prompts("x", "xyz", "xy"),
-      limits=Limits(max_turns=4),
+      limits=AttemptLimits(max_turns=4),
       schedule=schedule,
     )
     return [[(r.completion_ids.tolist(), r.reward) for r in g.rollouts] for g in groups], engine
@@ -265,7 +267,10 @@ def test_free_schedule_gives_what_rounds_give():
 
 def test_collect_ends_a_conversation_at_the_turn_limit():
   groups = run(
-    ScriptedEngine(lambda r: "ab"), {"env": Counting}, prompts("xyz"), limits=Limits(max_turns=2)
+    ScriptedEngine(lambda r: "ab"),
+    {"env": Counting},
+    prompts("xyz"),
+    limits=AttemptLimits(max_turns=2),
   )
   got = groups[0].rollouts[0]
   assert got.turns == 2 and got.hit_turn_limit
@@ -284,7 +289,7 @@ def test_collect_ends_a_conversation_at_the_turn_limit():
   ],
 )
 def test_collect_keeps_the_token_limit_over_all_turns(max_tokens, lengths, turns):
-  limits = Limits(max_turns=2, max_tokens=max_tokens)
+  limits = AttemptLimits(max_turns=2, max_tokens=max_tokens)
   env = {"env": lambda p: Counting(prompts("xy")[0])}
   got = run(ScriptedEngine(lambda r: "ab"), env, prompts("xyz"), limits=limits)[0].rollouts[0]
   assert len(got.completion_ids) == sum(lengths) <= max_tokens - 3
@@ -297,7 +302,7 @@ def test_collect_fails_an_attempt_whose_prompt_leaves_no_room():
     ScriptedEngine(lambda r: "ab"),
     single_turn(lambda p, t: 1.0),
     prompts("xyz", "a"),
-    limits=Limits(max_tokens=3, max_error_share=0.5),
+    limits=AttemptLimits(max_tokens=3, max_error_share=0.5),
   )
   assert np.isnan(groups[0].rewards).all() and len(groups[0].rollouts[0].completion_ids) == 0
   assert groups[1].rewards.tolist() == [1.0, 1.0]
@@ -311,7 +316,7 @@ def test_collect_lets_a_prompt_without_room_stop_the_run_only_if_it_is_learned_f
     ScriptedEngine(lambda r: "ab"),
     single_turn(lambda p, t: 1.0),
     [dataclasses.replace(cut, weight=weight), *others],
-    limits=Limits(max_tokens=3, max_error_share=0.2),
+    limits=AttemptLimits(max_tokens=3, max_error_share=0.2),
   )
   if weight:
     with pytest.raises(rollout.TooManyFailures, match="2 of 4 attempts.*no_room"):
@@ -356,7 +361,7 @@ def test_a_failing_environment_costs_its_attempt_only_and_is_counted(fault, kind
     return fault(prompt, text) if text == "1" else 1.0
 
   engine = ScriptedEngine(lambda r: str(attempt_of(r)))
-  limits = Limits(environment_timeout_s=0.5, max_error_share=0.5)
+  limits = AttemptLimits(environment_timeout_s=0.5, max_error_share=0.5)
   groups = run(engine, single_turn(reward), prompts("a", "b"), limits=limits, group_size=3)
   for group in groups:
     assert np.isnan(group.rewards).tolist() == [False, True, False]
@@ -371,7 +376,7 @@ def test_a_factory_that_raises_costs_its_attempts_only():
       raise OSError("no such puzzle")
     return SingleTurn(lambda p, t: 1.0, prompt)
 
-  half = Limits(max_error_share=0.5)
+  half = AttemptLimits(max_error_share=0.5)
   groups = run(ScriptedEngine(lambda r: "x"), {"env": factory}, prompts("a", "b"), limits=half)
   assert rollout.error_counts(groups) == {"rollout/errors/OSError": 2.0}
   assert groups[1].rewards.tolist() == [1.0, 1.0]
@@ -383,11 +388,11 @@ def test_collect_stops_past_the_allowed_share_of_failures_and_says_why():
   def reward(prompt, text):
     return raising(prompt, text) if text == "1" else 1.0
 
-  at_the_limit = Limits(max_error_share=0.5)
+  at_the_limit = AttemptLimits(max_error_share=0.5)
   assert len(run(engine, single_turn(reward), prompts("a"), limits=at_the_limit)) == 1
   message = r"1 of 2 attempts.*0\.4 .rollout.max_error_share.*'KeyError': 1.*nothing here"
   with pytest.raises(rollout.TooManyFailures, match=message):
-    run(engine, single_turn(reward), prompts("a"), limits=Limits(max_error_share=0.4))
+    run(engine, single_turn(reward), prompts("a"), limits=AttemptLimits(max_error_share=0.4))
 
 
 def test_the_first_failure_of_each_kind_is_in_the_message():
@@ -436,7 +441,9 @@ def test_environments_are_closed_also_when_the_engine_breaks():
         yield generation
 
   with pytest.raises(OSError, match="server gone"):
-    run(Breaking(lambda r: "x"), {"env": Closing}, prompts("xyz"), limits=Limits(max_turns=3))
+    run(
+      Breaking(lambda r: "x"), {"env": Closing}, prompts("xyz"), limits=AttemptLimits(max_turns=3)
+    )
   assert len(closed) == 2
 
 
@@ -452,7 +459,7 @@ def test_an_aborted_generation_is_not_scored():
     Aborting(lambda r: "x"),
     single_turn(lambda p, t: 1.0),
     prompts("a"),
-    limits=Limits(max_error_share=1.0),
+    limits=AttemptLimits(max_error_share=1.0),
   )
   assert rollout.error_counts(groups) == {"rollout/errors/abort": 2.0}
 
@@ -491,7 +498,7 @@ def test_what_an_environment_says_at_great_length_is_not_encoded_whole(role, mon
   encoded = []
   encode = ByteTokenizer.encode
   monkeypatch.setattr(ByteTokenizer, "encode", lambda t, s: encoded.append(len(s)) or encode(t, s))
-  limits = Limits(max_turns=2, max_tokens=64)
+  limits = AttemptLimits(max_turns=2, max_tokens=64)
   groups = run(
     ScriptedEngine(lambda r: "ab"), {"env": Talker}, prompts("xy"), limits=limits, group_size=1
   )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.groups import filters, group_json
-from grpo_jax.rollouts import drawing, stream
+from grpo_jax.rollouts import group_source, stream
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup, Turn
 
 NAN = float("nan")
@@ -76,7 +76,7 @@ def make(
   rewards_of, *, prompts=None, sample=None, size=3, surplus=(), by_component=False, **dynamic
 ):
   return stream.OnlineStream(
-    drawing.Direct(prompts or Numbers(), sample or sampler(rewards_of)),
+    group_source.SynchronousSource(prompts or Numbers(), sample or sampler(rewards_of)),
     prompts_per_step=size,
     dynamic=stream.DynamicSampling(**dynamic),
     keep=lambda groups: filters.apply(groups, drop_no_signal=True, by_component=by_component),
@@ -90,7 +90,7 @@ def numbers_of(groups) -> list[int]:
 
 def test_without_dynamic_sampling_a_step_takes_what_comes():
   made = stream.OnlineStream(
-    drawing.Direct(Numbers(count=5), sampler(every(2))), prompts_per_step=3
+    group_source.SynchronousSource(Numbers(count=5), sampler(every(2))), prompts_per_step=3
   )
   assert [numbers_of(made.take(step)) for step in range(3)] == [[0, 1, 2], [3, 4], []]
   assert made.state() == {"prompts": {"position": 5}, "surplus": []}
@@ -100,8 +100,8 @@ def test_without_dynamic_sampling_a_step_takes_what_comes():
 def test_a_step_is_filled_with_groups_that_have_signal_and_the_rest_is_the_next_steps():
   made = make(every(2), prompts_per_round=4)
   assert numbers_of(made.take(0)) == [0, 2, 4]  # of 0 … 7
-  told = made.metrics()
-  assert told == {
+  reported = made.metrics()
+  assert reported == {
     "data/broken_rows": 2.0,  # one a round.
     "data/epoch": 8 / 1000,
     "dynamic_sampling/rounds": 2.0,
@@ -138,9 +138,9 @@ def test_signal_is_that_of_the_scored_rewards_and_not_of_means():
   rewards = {0: (NAN, NAN), 1: (NAN, 1.0), 2: (0.4, 0.6), 3: (1.0, 1.0), 4: (NAN, 0.0, 1.0)}
   made = make(lambda n: rewards.get(n, (0.0, 1.0)), size=2, prompts_per_round=5)
   assert numbers_of(made.take(0)) == [2, 4]
-  told = made.metrics()
-  assert told["dynamic_sampling/discarded/no_signal"] == 2.0
-  assert told["dynamic_sampling/discarded/too_few_scored"] == 1.0
+  reported = made.metrics()
+  assert reported["dynamic_sampling/discarded/no_signal"] == 2.0
+  assert reported["dynamic_sampling/discarded/too_few_scored"] == 1.0
 
 
 def test_prompts_of_weight_zero_fill_no_step():
@@ -176,7 +176,7 @@ def test_a_step_filled_in_the_last_round_does_not_reach_the_bound():
 
 
 @pytest.mark.parametrize("k", [10, 1000])
-def test_at_the_bound_the_step_may_go_on_with_what_was_found(k, caplog):
+def test_at_the_bound_the_step_may_continue_with_what_was_found(k, caplog):
   made = make(every(k), prompts=Numbers(position=1), max_rounds=4, on_limit="train")
   groups = made.take(0)
   found = [10] if k == 10 else []
@@ -187,7 +187,7 @@ def test_at_the_bound_the_step_may_go_on_with_what_was_found(k, caplog):
   assert made.state()["surplus"] == []
 
 
-def test_the_end_of_the_data_is_no_failure_and_loses_no_surplus():
+def test_the_end_of_the_data_is_not_a_failure_and_loses_no_surplus():
   made = make(every(2), prompts=Numbers(count=9), prompts_per_round=8, max_rounds=2)
   assert numbers_of(made.take(0)) == [0, 2, 4]
   assert numbers_of(made.take(1)) == [6, 8]
@@ -205,7 +205,7 @@ def same(one, other) -> bool:
 
 
 @pytest.mark.parametrize("per_round", [2, 5, 11])
-def test_a_stream_made_anew_from_its_state_goes_on_exactly(per_round):
+def test_a_stream_made_again_from_its_state_continues_exactly(per_round):
   options = {"size": 4, "prompts_per_round": per_round}
   unbroken = make(every(3), **options)
   broken = make(every(3), **options)

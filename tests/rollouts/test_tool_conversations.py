@@ -12,7 +12,7 @@ from grpo_jax.engines.base import SamplingParams
 from grpo_jax.engines.fake import FakeEngine
 from grpo_jax.environments import isolation
 from grpo_jax.models.chat import tool_calls
-from grpo_jax.rollouts.collecting import Limits, collect_sync
+from grpo_jax.rollouts.rollout import AttemptLimits, collect_sync
 from grpo_jax.types import Prompt
 from tests.data import chat_templates, small_templates
 
@@ -102,7 +102,7 @@ def talk(tokenizer, texts, ends, *, prompt=None, max_turns=9, max_tokens=None, *
       group_size=1,
       seed=0,
       sampling=SamplingParams(max_tokens=max_tokens or 4000, stop_ids=tokenizer.stop_ids),
-      limits=Limits(max_turns=max_turns, max_tokens=None, max_error_share=1.0),
+      limits=AttemptLimits(max_turns=max_turns, max_tokens=None, max_error_share=1.0),
     )
   return group.rollouts[0], ids
 
@@ -417,6 +417,8 @@ def test_an_environment_without_tools_gets_text_as_before():
     script=lambda request: ids,
   )
   sampling = SamplingParams(max_tokens=4000, stop_ids=tokenizer.stop_ids)
-  options = dict(step=0, group_size=1, seed=0, sampling=sampling, limits=Limits(max_tokens=None))
+  options = dict(
+    step=0, group_size=1, seed=0, sampling=sampling, limits=AttemptLimits(max_tokens=None)
+  )
   collect_sync(engine, {"mine": lambda prompt: Listening()}, [prompt], tokenizer, **options)
   assert heard == [CALL]

@@ -193,7 +193,7 @@ def test_save_deletes_what_is_neither_recent_nor_best(folder):
   assert sorted(path.name for path in folder.iterdir()) == ["step_00000002", "step_00000005"]
 
 
-def test_save_of_a_step_that_stands_writes_nothing_and_one_of_another_run_is_refused(folder):
+def test_save_of_a_saved_step_writes_nothing_and_one_of_another_run_is_refused(folder):
   with checkpointing.open(folder) as checkpoints:
     assert checkpoints.save(1, make_state(1), {"cursor": 1})
     assert not checkpoints.save(1, make_state(2), {"cursor": 2})
@@ -284,7 +284,7 @@ def test_every_flipped_byte_of_a_checkpoint_is_noticed(folder):
   assert manifest.damage(step) is None
 
 
-def test_unfinished_save_is_removed_and_told(folder, noticed):
+def test_unfinished_save_is_removed_and_reported(folder, noticed):
   save_steps(folder, [2])
   shutil.copytree(folder / "step_00000002", folder / "tmp_step_00000003")
   with checkpointing.open(folder) as checkpoints:

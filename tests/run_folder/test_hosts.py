@@ -138,7 +138,7 @@ def test_the_phase_is_the_one_in_which_it_lost_the_time():
   assert "most of it in packing rows: 4.00 s, the others 1.00 s" in lines[0]
 
 
-def test_milliseconds_are_no_straggler():
+def test_milliseconds_do_not_make_a_straggler():
   tiny = [dataclasses.replace(a_step(0.0), step_s=s, phases={}, waits={}) for s in (0.05, 0.1)]
   watch = Stragglers()
   assert [watch.lines(step, tiny) for step in range(5)] == [[]] * 5

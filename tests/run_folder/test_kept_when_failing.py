@@ -52,16 +52,16 @@ def steps_of(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_broken_row_costs_no_learned_step_and_a_repaired_file_goes_on(
+def test_a_broken_row_costs_no_learned_step_and_a_repaired_file_continues(
   tmp_path, arguments, capsys
 ):
   file = tmp_path / "rows.jsonl"
   lines = file.read_text().splitlines()
   file.write_text("\n".join([*lines[:5], "{broken", *lines[6:]]) + "\n")
   assert main.main(arguments) == 1
-  told = capsys.readouterr().err
-  assert f"error: {file}:6: " in told and f"--workdir={tmp_path / 'run'} continues" in told
-  assert "Traceback" not in told
+  reported = capsys.readouterr().err
+  assert f"error: {file}:6: " in reported and f"--workdir={tmp_path / 'run'} continues" in reported
+  assert "Traceback" not in reported
   assert checkpoints_of(tmp_path) == [2] and steps_of(tmp_path) == [0, 1]
 
   file.write_text("\n".join(lines) + "\n")

@@ -22,13 +22,15 @@ from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup, Turn
 from tests import side_by_side
 
 
-def a_screen(*, terminal: bool = False, width: int = 80) -> tuple[console.Screen, io.StringIO]:
+def a_screen(
+  *, terminal: bool = False, width: int = 80
+) -> tuple[console.TrainingScreen, io.StringIO]:
   file = io.StringIO()
   color = "standard" if terminal else None
   made = Console(
     file=file, force_terminal=terminal, width=width, color_system=color, highlight=False
   )
-  return console.Screen(made), file
+  return console.TrainingScreen(made), file
 
 
 def open_logs(folder, start_step=0, **options):
@@ -70,7 +72,7 @@ def test_a_killed_and_resumed_run_leaves_the_files_of_an_unbroken_one(tmp_path, 
   assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
 
 
-def test_a_run_started_anew_in_an_old_folder_keeps_nothing_of_it(tmp_path):
+def test_a_run_started_again_in_an_old_folder_keeps_nothing_of_it(tmp_path):
   fake_run.write_steps(open_logs(tmp_path), 0, 3, total=12)
   open_logs(tmp_path, start_step=0).close()
   assert (tmp_path / "metrics.jsonl").read_text() == ""
@@ -355,7 +357,7 @@ def test_all_columns_are_shown_where_there_is_room():
 def test_the_remaining_time_is_that_of_the_steps_done_evaluations_included():
   now = [1000.0]
   file = io.StringIO()
-  screen = console.Screen(Console(file=file, width=120), clock=lambda: now[0])
+  screen = console.TrainingScreen(Console(file=file, width=120), clock=lambda: now[0])
   left = lambda: file.getvalue().splitlines()[-1].split()[-1]
   screen.step(3, 14, {"time/step_s": 10.0})  # a run that continues.
   assert left() == "2min", "10 steps of 10 s"
@@ -368,14 +370,14 @@ def test_the_remaining_time_is_that_of_the_steps_done_evaluations_included():
   assert [console.duration(s) for s in (0.4, 99.4, 5939.0, 5940.0, 1.7e5, 3e5, 1e8)] == (
     "0s 99s 99min 1.6h 47h 3.5d 1157d".split()
   )
-  screen = console.Screen(Console(file=file, width=120))
+  screen = console.TrainingScreen(Console(file=file, width=120))
   screen.step(0, 14, {})
   assert left() == "-", "without the time of the first step nothing is known"
 
 
 def test_a_terminal_that_changes_its_width_gets_a_new_header():
   made = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
-  screen = console.Screen(made)
+  screen = console.TrainingScreen(made)
   screen.step(0, 14, {})
   made.width = 120
   screen.step(1, 14, {})
@@ -446,7 +448,7 @@ def test_on_a_terminal_alarms_are_coloured_and_the_bar_vanishes():
 def test_the_bar_says_what_the_program_is_doing_and_fits_80_columns():
   for total in (100, None):
     made = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
-    screen = console.Screen(made, note=lambda: "compiling, 123 s")
+    screen = console.TrainingScreen(made, note=lambda: "compiling, 123 s")
     with screen.progress("evaluating heldout", total):
       pass
     shown = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", made.file.getvalue())
@@ -462,10 +464,10 @@ def test_a_terminal_without_cursor_movement_gets_lines_and_no_bar(monkeypatch):
   assert file.getvalue() == ""
 
 
-def test_progress_in_a_log_file_is_a_line_a_minute():
+def test_progress_in_a_log_file_is_one_line_per_minute():
   now = 0.0
   file = io.StringIO()
-  screen = console.Screen(Console(file=file), clock=lambda: now)
+  screen = console.TrainingScreen(Console(file=file), clock=lambda: now)
   with screen.progress("sampling", 100) as advance:
     for _ in range(100):
       now += 2.5
@@ -507,13 +509,13 @@ def test_a_sample_says_that_its_prompt_is_cut():
 def test_a_terminal_that_knows_ascii_only_gets_question_marks():
   raw = io.BytesIO()
   file = io.TextIOWrapper(raw, encoding="ascii")
-  screen = console.Screen(Console(file=file))
+  screen = console.TrainingScreen(Console(file=file))
   screen.print("0.5 ±0.1 🙂")
   file.flush()
   assert raw.getvalue() == b"0.5 ?0.1 ?\n"
 
 
-def test_an_evaluation_is_told_with_its_change_since_the_first_also_after_a_resume(tmp_path):
+def test_an_evaluation_is_printed_with_its_change_since_the_first_also_after_a_resume(tmp_path):
   values = {
     "eval/heldout/accuracy": 0.1,
     "eval/heldout/pass@4": 0.2,
@@ -564,7 +566,7 @@ def test_the_last_lines_of_a_run_can_be_copied_whatever_its_folder_is_called():
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_a_long_note_is_cut_and_takes_no_second_line(width):
   made = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
-  screen = console.Screen(made, note=lambda: "reading prompts 160 tokens, 123 s")
+  screen = console.TrainingScreen(made, note=lambda: "reading prompts 160 tokens, 123 s")
   with screen.progress("evaluating heldout", 22):
     pass
   shown = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", made.file.getvalue())

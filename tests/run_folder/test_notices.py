@@ -13,14 +13,14 @@ from rich.console import Console
 
 from grpo_jax.run_folder import console, notices, screen
 from tests import side_by_side
-from tests.test_architecture import FILES, PACKAGE, ROOT, SATELLITES, stands_alone
+from tests.test_architecture import FILES, PACKAGE, ROOT, SATELLITES, is_standalone
 
 OURS = logging.getLogger("grpo_jax.data.sources")
 # Programs of their own, whose output is what they print.
 PRINTING = (
   *("main.py", "notebook.py", "report/__init__.py", "models/tiny.py", "commands/"),
   "packages/grpo_plan/command.py",
-  "processes/watch.py",  # last words, while the main thread hangs or aborts.
+  "processes/watchdog.py",  # last words, while the main thread hangs or aborts.
 )
 
 
@@ -29,7 +29,7 @@ def a_screen(*, terminal=False, width=80):
   made = Console(
     file=io.StringIO(), force_terminal=terminal, width=width, color_system=color, highlight=False
   )
-  return console.Screen(made), made.file
+  return console.TrainingScreen(made), made.file
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_a_warning_does_not_tear_a_progress_bar():
 def test_no_color_and_pipes_get_no_escapes(monkeypatch):
   monkeypatch.setenv("NO_COLOR", "1")
   file = io.StringIO()
-  made = console.Screen(Console(file=file, force_terminal=True, width=80, highlight=False))
+  made = console.TrainingScreen(Console(file=file, force_terminal=True, width=80, highlight=False))
   values = {"rollout/reward_mean": 0.5, "rollout/truncated_share": 0.9}
   with notices.on_screen(made):
     OURS.warning("x")
@@ -293,7 +293,7 @@ def test_modules_report_by_their_logger_only():
   wrong = [
     f"{name}:{line}: {called}"
     for path in [*FILES, *SATELLITES]
-    if not stands_alone(path)
+    if not is_standalone(path)
     for name in [path.relative_to(PACKAGE if path in FILES else ROOT).as_posix()]
     for line, called in complaints_of(name, ast.parse(path.read_text()))
   ]

@@ -34,7 +34,7 @@ def my_sinks(tmp_path, monkeypatch):
 
 
 def open_logs(folder, names, **options):
-  screen = console.Screen(Console(quiet=True))
+  screen = console.TrainingScreen(Console(quiet=True))
   return loggers.make(folder, sinks=names, screen=screen, **options)
 
 

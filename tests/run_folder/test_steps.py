@@ -19,7 +19,7 @@ class FullError(OSError):
 
 
 @dataclasses.dataclass(frozen=True)
-class OfNothing(steps.Books):
+class OfNothing(steps.StepRecorder):
   """Records steps without groups."""
 
   def _signal(self, record):
@@ -34,8 +34,8 @@ RECORD = steps.StepRecord(
 )
 
 
-def books(fails, index):
-  """Returns books of a process, of which a part may fail."""
+def recorder(fails, index):
+  """Returns the recorder of a process; a part of it may fail."""
 
   def failing(*_):
     raise FullError("no space")
@@ -46,7 +46,7 @@ def books(fails, index):
   return OfNothing(
     logger=logger,
     timer=timing.Timer(),
-    compilations=compiling.Watch(),
+    compilations=compiling.CompilationMonitor(),
     signal_watch=learning_signal.Watch(has_learned=True),
     first_step=0,
     shaping=mock.Mock(spec=shaping.Shaping),
@@ -59,13 +59,13 @@ def books(fails, index):
 
 
 def recorded(fails=None):
-  """Returns what each of two processes returns or raises, and its books."""
-  made = [books(fails, index) for index in range(2)]
+  """Returns what each of two processes returns or raises, and its recorder."""
+  made = [recorder(fails, index) for index in range(2)]
   with (
     mock.patch.object(side_by_side, "WAIT_S", 1.0),
     mock.patch.object(batching, "per_rollout", lambda *_: []),
     mock.patch.object(steps, "_computed_share", lambda *_: {}),
-    mock.patch.object(steps.Books, "_write_rollouts", lambda *_: None),
+    mock.patch.object(steps.StepRecorder, "_write_rollouts", lambda *_: None),
   ):
     return side_by_side.run(2, lambda index: made[index].record(RECORD)), made
 

@@ -48,7 +48,7 @@ class Recorder(tracking.Tracker):
 
 def opening(folder, start_step=0):
   folder.mkdir(exist_ok=True)
-  return Opening(folder, start_step, None, console.Screen(Console(quiet=True)), None)
+  return Opening(folder, start_step, None, console.TrainingScreen(Console(quiet=True)), None)
 
 
 def tracked(folder, recorder, start_step=0, *, place="a", timeout_s=20.0, **options):
@@ -199,7 +199,7 @@ def test_an_own_sink_that_hangs_does_not_stop_a_run(tmp_path, noticed):
     tmp_path,
     sinks=("jsonl", "tests.run_folder.test_trackers.Hanging"),
     timeout_s=0.2,
-    screen=console.Screen(Console(quiet=True)),
+    screen=console.TrainingScreen(Console(quiet=True)),
   )
   began = time.monotonic()
   for step in range(5):

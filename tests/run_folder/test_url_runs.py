@@ -10,7 +10,7 @@ import pytest
 
 from grpo_jax import interrupts
 from grpo_jax.files import local_paths, remote
-from grpo_jax.run_folder import checkpointing, claim, url_runs, workdirs
+from grpo_jax.run_folder import checkpointing, folder_lock, url_runs, workdirs
 from tests.run_folder.faulty_storage import Died
 
 pytestmark = pytest.mark.timeout(60)
@@ -171,7 +171,7 @@ def test_a_checkpoint_of_a_url_is_one_of_a_disk(finished, there):
 def test_a_second_run_is_refused_and_says_how_to_take_over(url, there, machine):
   with workdirs.opened(url):
     machine("second")
-    with pytest.raises(claim.Unusable) as error:
+    with pytest.raises(folder_lock.UnusableFolder) as error:
       workdirs.opened(url).__enter__()
     said = str(error.value)
     assert f"{url} is in use by process" in said and "\n" not in said
@@ -208,20 +208,22 @@ def test_a_run_that_died_continues_on_its_machine_and_needs_its_lock_removed_els
 
 def test_one_of_many_that_create_a_file_succeeds(url):
   with concurrent.futures.ThreadPoolExecutor(8) as pool:
-    made = [pool.submit(remote.Place(url).create, "lock", b"%d" % n) for n in range(32)]
+    made = [pool.submit(remote.RemoteFolder(url).create, "lock", b"%d" % n) for n in range(32)]
   outcomes = [each.result() for each in made]
   assert outcomes.count(True) == 1
-  assert remote.Place(url).read("lock") == b"%d" % outcomes.index(True)
+  assert remote.RemoteFolder(url).read("lock") == b"%d" % outcomes.index(True)
 
 
 def test_a_url_with_other_files_and_a_lock_that_cannot_be_read(there, url):
   there.mkdir()
   (there / "thesis.tex").write_text("")
-  with pytest.raises(claim.Unusable, match=r"not of a run, such as thesis.tex: name a new folder"):
+  with pytest.raises(
+    folder_lock.UnusableFolder, match=r"not of a run, such as thesis.tex: name a new folder"
+  ):
     workdirs.opened(url).__enter__()
   assert names_in(there) == {"thesis.tex"}
   (there / "lock.json").write_text("half")
-  with pytest.raises(claim.Unusable, match=r"in use by an unknown run"):
+  with pytest.raises(folder_lock.UnusableFolder, match=r"in use by an unknown run"):
     workdirs.opened(url).__enter__()
 
 
@@ -233,7 +235,7 @@ class Deaths:
 
   def __init__(self, monkeypatch):
     self.calls, self.at, self.kind, self.lasts = 0, -1, Died, True
-    real = remote.Place._call
+    real = remote.RemoteFolder._call
 
     def call(place, what, name, act):
       number, self.calls = self.calls, self.calls + 1
@@ -243,13 +245,15 @@ class Deaths:
         raise self.kind("planned")
       return real(place, what, name, act)
 
-    monkeypatch.setattr(remote.Place, "_call", call)
+    monkeypatch.setattr(remote.RemoteFolder, "_call", call)
 
 
 def test_whenever_a_run_dies_its_newest_checkpoint_and_all_before_it_are_at_the_url(
   url, there, machine, monkeypatch
 ):
-  monkeypatch.setattr(remote.Place, "each", lambda _, act, names: [act(name) for name in names])
+  monkeypatch.setattr(
+    remote.RemoteFolder, "each", lambda _, act, names: [act(name) for name in names]
+  )
   deaths = Deaths(monkeypatch)
   number, seen = 0, set()
   while True:
@@ -364,7 +368,7 @@ def test_a_network_that_fails_is_not_a_damaged_checkpoint(finished, url, monkeyp
   ],
 )
 def test_a_url_that_no_run_can_write_is_refused_by_one_line(url, message):
-  with pytest.raises(claim.Unusable) as error:
+  with pytest.raises(folder_lock.UnusableFolder) as error:
     workdirs.check(url)
   assert str(error.value).startswith(f"--workdir={url}: {message}")
 

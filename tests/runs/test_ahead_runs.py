@@ -12,7 +12,7 @@ import pytest
 import configs.base
 from grpo_jax import metrics, train
 from grpo_jax.config import configuration
-from grpo_jax.engines import jax_sampler, session
+from grpo_jax.engines import continuous_batching, jax_sampler
 from grpo_jax.engines.base import Generation
 from grpo_jax.models import loading, tiny
 from grpo_jax.types import FinishReason
@@ -102,7 +102,7 @@ class StopWhen:
     return self._looks < 0
 
 
-def told(workdir):
+def reported(workdir):
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
   return [metrics.reproducible(json.loads(line)) for line in lines]
 
@@ -112,7 +112,7 @@ def weights(workdir):
 
 
 def assert_same_end(workdir, expected):
-  assert told(workdir) == told(expected)
+  assert reported(workdir) == reported(expected)
   for mine, theirs in zip(weights(workdir), weights(expected), strict=True):
     np.testing.assert_array_equal(mine, theirs)
 
@@ -146,7 +146,7 @@ def position(workdir, step):
 
 def staleness(workdir):
   return [
-    line["rollout/staleness_max"] for line in told(workdir) if "rollout/staleness_max" in line
+    line["rollout/staleness_max"] for line in reported(workdir) if "rollout/staleness_max" in line
   ]
 
 
@@ -160,7 +160,7 @@ def test_a_run_one_step_ahead_repeats_bit_for_bit_where_it_is_stopped(first, run
   assert len(stored["ahead"]["ready"]) == PROMPTS  # of the step after it.
   assert position(first, 4)["ahead"]["waiting"] == []  # nothing is sampled for later steps.
   stopped = run("stopped", stop=StopWhen(tmp_path / "stopped", 2, 2))
-  assert len([line for line in told(stopped) if "weight_version" in line]) in (2, 3)
+  assert len([line for line in reported(stopped) if "weight_version" in line]) in (2, 3)
   assert_same_end(run("stopped"), first)
 
 
@@ -183,7 +183,7 @@ def test_a_stop_while_groups_under_way_are_waited_for_repeats_the_step(
   with monkeypatch.context() as patch:
     patch.setattr(rewards, "variety", slow)
     run("stopped", stop=asked)
-  assert [line["step"] for line in told(tmp_path / "stopped")] == [0]
+  assert [line["step"] for line in reported(tmp_path / "stopped")] == [0]
   assert_same_end(run("stopped"), first)
 
 
@@ -296,13 +296,13 @@ def test_the_records_of_rollouts_have_the_version_that_sampled_each_token(run, m
     trees[version] = jax.tree.map(np.array, params)
     return load(self, params, version=version)
 
-  advance = session.Session.advance
+  advance = continuous_batching.ContinuousBatcher.advance
 
   def slowly(*arguments):
     time.sleep(0.03)  # so that weights come while completions are under way.
     return advance(*arguments)
 
-  monkeypatch.setattr(session.Session, "advance", slowly)
+  monkeypatch.setattr(continuous_batching.ContinuousBatcher, "advance", slowly)
   monkeypatch.setattr(jax_sampler.JaxSampler, "load_weights", kept)
   changes = {"total_steps": 20, "data.epochs": 3, "learn.report_all_every_steps": 1}
   lengths = {"rollout.max_tokens": 128, "sampling.max_tokens": 64, "evaluation.every_steps": 0}
@@ -326,7 +326,7 @@ def test_the_records_of_rollouts_have_the_version_that_sampled_each_token(run, m
   in_order = [trees[version] for version in sorted(trees)]
   wanted = updates.trainer_logprobs(model_config, in_order, requests, found)
   assert updates.mismatch(found, wanted) < 1e-4
-  lines = [line for line in told(folder) if "rollout/staleness_max" in line]
+  lines = [line for line in reported(folder) if "rollout/staleness_max" in line]
   for line, step in zip(lines, sorted(steps), strict=True):
     ages = np.concatenate([step - found[name].weight_versions for name in steps[step]])
     off = np.concatenate([wanted[name][step] - found[name].logprobs for name in steps[step]])
@@ -380,7 +380,7 @@ def test_a_trainer_that_fails_while_groups_are_in_flight_leaves_no_thread(run, m
   def fail(self, record):
     raise MemoryError("the trainer is out of memory")
 
-  monkeypatch.setattr(steps.Books, "record", fail)
+  monkeypatch.setattr(steps.StepRecorder, "record", fail)
   with pytest.raises(MemoryError, match="the trainer is out of memory"):
     run(**named(IN_FLIGHT))
   assert not [each.name for each in threading.enumerate() if each.name == "rollout"]

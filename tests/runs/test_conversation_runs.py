@@ -9,7 +9,7 @@ import pytest
 import configs.base
 import grpo_jax.train  # noqa: F401  (main imports it later: its seconds are not this test's.)
 from grpo_jax import main, metrics, report, train
-from grpo_jax.rollouts import collecting
+from grpo_jax.rollouts import rollout
 from tests.data.small_templates import SMALL
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -54,13 +54,13 @@ def test_the_sliding_puzzle_runs_turn_by_turn_and_learns_from_sampled_tokens_onl
   """With a template that rewrites earlier turns, as that of Qwen3 does."""
   template = tmp_path / "template.jinja"
   template.write_text(SMALL["drops_thoughts"])
-  groups, schedules = collecting.groups, []
+  groups, schedules = rollout.groups, []
 
   def recorded(*args, schedule="rounds", **options):
     schedules.append(schedule)
     return groups(*args, schedule=schedule, **options)
 
-  monkeypatch.setattr(collecting, "groups", recorded)
+  monkeypatch.setattr(rollout, "groups", recorded)
   rows = run_config(
     "sliding_puzzle.py",
     tmp_path,

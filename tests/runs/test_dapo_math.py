@@ -55,11 +55,11 @@ def test_two_steps_shape_rewards_draw_more_prompts_and_keep_the_surplus(tmp_path
   folder = tmp_path / "run"
   steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
   assert len(steps) == 2
-  for step, told in enumerate(steps):
-    assert math.isfinite(told["train/loss"]) and told["batch/optimizer_steps"] == 2.0
-    assert told["rollout/prompts"] == 4.0 and told["rollout/no_signal_share"] == 0.0
-    assert told["dynamic_sampling/limit_reached"] == 0.0
-    assert 0 < told["shaping/overlong_share"] < 1
+  for step, reported in enumerate(steps):
+    assert math.isfinite(reported["train/loss"]) and reported["batch/optimizer_steps"] == 2.0
+    assert reported["rollout/prompts"] == 4.0 and reported["rollout/no_signal_share"] == 0.0
+    assert reported["dynamic_sampling/limit_reached"] == 0.0
+    assert 0 < reported["shaping/overlong_share"] < 1
     file = folder / "rollouts" / f"step_{step:06d}.jsonl"
     records = [json.loads(line) for line in file.read_text().splitlines()]
     for record in records:
@@ -67,6 +67,6 @@ def test_two_steps_shape_rewards_draw_more_prompts_and_keep_the_surplus(tmp_path
       expected = min(record["reward"], 0.5) / 0.5 * 2 - 1 - penalty
       assert record["shaped_reward"] == pytest.approx(expected)
     shaped = np.asarray([record["shaped_reward"] for record in records])
-    assert told["shaping/reward_mean"] == pytest.approx(shaped.mean())
+    assert reported["shaping/reward_mean"] == pytest.approx(shaped.mean())
   assert steps[0]["dynamic_sampling/discarded/no_signal"] > 0
   assert steps[1]["dynamic_sampling/from_surplus"] == steps[0]["dynamic_sampling/surplus"] > 0

@@ -13,7 +13,7 @@ import pytest
 import grpo_jax
 from grpo_jax import interrupts, main
 from grpo_jax.config.configuration import ConfigError
-from grpo_jax.run_folder import claim
+from grpo_jax.run_folder import folder_lock
 from tests.engines.processes import eventually
 from tests.own_process import noticing
 
@@ -33,10 +33,10 @@ def path(tmp_path):
 
 @pytest.fixture
 def runs(monkeypatch):
-  return stand_in(monkeypatch)
+  return substitute(monkeypatch)
 
 
-def stand_in(patch):
+def substitute(patch):
   """Puts a tiny real module that keeps what it was called with in place of `grpo_jax.train`."""
   calls = []
   module = types.ModuleType("grpo_jax.train")
@@ -92,13 +92,13 @@ def test_mistake_found_by_training_is_a_message_too(path, runs, tmp_path, capsys
 
 
 def test_folder_in_use_is_refused_and_free_again_afterwards(path, runs, tmp_path, capsys):
-  with claim.claimed(tmp_path / "w"):
+  with folder_lock.claimed(tmp_path / "w"):
     assert main.main([f"--config={path}", f"--workdir={tmp_path / 'w'}"]) == 2
     assert f"in use by another run (process {os.getpid()})" in capsys.readouterr().err
   assert main.main([f"--config={path}", f"--workdir={tmp_path / 'w'}"]) == 0
 
 
-def test_help_is_no_mistake(capsys):
+def test_help_is_not_a_mistake(capsys):
   assert main.main(["--help"]) == 0
   assert "Exit codes" in capsys.readouterr().out
 
@@ -155,7 +155,7 @@ def test_first_signal_sets_the_flag_and_leaving_restores_the_handlers(number, co
 def signalled_while(where, number, *flags):
   """Runs the program, whose training or validation gets a signal; returns code and calls."""
   with pytest.MonkeyPatch.context() as patch:
-    runs = stand_in(patch)
+    runs = substitute(patch)
     setattr(runs, where, lambda *_, **__: signal.raise_signal(number) or [])
     return main.main(list(flags)), runs.calls
 

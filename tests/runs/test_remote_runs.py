@@ -97,10 +97,10 @@ def complete(there):
 
 
 def assert_same_end(one, other):
-  told, expected = (
+  reported, expected = (
     [metrics.reproducible(json.loads(line)) for line in lines_of(run)] for run in (one, other)
   )
-  assert told == expected
+  assert reported == expected
   pairs = zip(
     jax.tree.leaves(loading.load(one / "export").params),
     jax.tree.leaves(loading.load(other / "export").params),

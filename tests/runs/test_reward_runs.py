@@ -147,8 +147,8 @@ def test_a_server_that_is_gone_stops_the_run_with_the_reason(made, tmp_path, cap
     assert run_with_server(made, tmp_path, server.url, settings) == main.FAILED
     # Of 16 attempts, 4 were asked for and 1 was on its way, in two tries each.
     assert 8 <= len(server.requests) <= 10
-  told = capsys.readouterr().err
-  assert re.search("error: 16 of 16 attempts could not be scored.*gone for good", told)
+  reported = capsys.readouterr().err
+  assert re.search("error: 16 of 16 attempts could not be scored.*gone for good", reported)
 
 
 @pytest.mark.parametrize(("module", "default"), [("reward_endpoint", 50), ("code", 20)])

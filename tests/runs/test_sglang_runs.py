@@ -124,7 +124,7 @@ def test_the_server_samples_from_the_trainer_s_weights_at_every_step(run):
     assert step["engine/restarts"] == step["engine/retries"] == 0
 
 
-def test_time_of_the_sync_is_told_and_short(run):
+def test_time_of_the_sync_is_reported_and_short(run):
   for step in steps_of(run):
     assert 0 < step["time/sync_s"] < 10
     assert step["time/sync_s"] >= 0.9 * (step["engine/load_s"] + step["engine/export_s"])

@@ -18,12 +18,10 @@ import pytest
 
 from grpo_jax import interrupts, main, metrics, train
 from grpo_jax.config import run_options
-from grpo_jax.config.configuration import typed
 from grpo_jax.engines import jax_sampler
 from grpo_jax.files import atomic, disk, local_paths, manifest
 from grpo_jax.models import loading, tiny
-from grpo_jax.run_folder import checkpointing
-from grpo_jax.run_folder import earlier as run_folder
+from grpo_jax.run_folder import checkpointing, earlier_run
 from grpo_jax.run_folder.sinks import jsonl
 from tests import rewards
 
@@ -84,11 +82,11 @@ def arguments(settings, tmp_path):
 def undisturbed(settings, tmp_path_factory):
   folder = tmp_path_factory.mktemp("undisturbed")
   assert main.main([f"--{n}={v}" for n, v in {**settings, "workdir": folder}.items()]) == 0
-  assert any(line.get("batch/optimizer_steps") for line in told(folder)), "the weights change"
+  assert any(line.get("batch/optimizer_steps") for line in reported(folder)), "the weights change"
   return folder
 
 
-def told(workdir):
+def reported(workdir):
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
   return [metrics.reproducible(json.loads(line)) for line in lines]
 
@@ -99,7 +97,7 @@ def checkpoints_of(workdir):
 
 
 def assert_same_end(workdir, expected):
-  assert told(workdir) == told(expected)
+  assert reported(workdir) == reported(expected)
   pairs = zip(
     jax.tree.leaves(loading.load(workdir / "export").params),
     jax.tree.leaves(loading.load(expected / "export").params),
@@ -150,7 +148,7 @@ def test_sigterm_while_a_rollout_is_scored_saves_at_once_and_the_run_ends_bit_fo
   assert code == 143
   assert seconds < 10, "scoring takes a minute, and must not be waited for"
   assert checkpoints_of(tmp_path / "run") == [1]
-  assert [line["step"] for line in told(tmp_path / "run")] == [0]
+  assert [line["step"] for line in reported(tmp_path / "run")] == [0]
   assert "the checkpoint of step 1 is complete" in own_process.log.read_text()
   assert "rollout" not in threads
   assert main.main(arguments()) == 0
@@ -220,30 +218,30 @@ def test_a_save_starts_while_the_main_thread_computes(arguments, tmp_path, own_p
   assert seen == [1], "the checkpoint is whole before the main thread looks at anything"
 
 
-def test_no_checkpoint_can_be_saved_between_an_update_and_what_is_told_of_it(tmp_path):
-  from grpo_jax.run_folder.keeper import Keeper, Standing
+def test_no_checkpoint_can_be_saved_between_an_update_and_its_record(tmp_path):
+  from grpo_jax.run_folder.keeper import Keeper, RunState
   from grpo_jax.types import TrainState
 
   state = lambda step: TrainState(jax.numpy.asarray(step, jax.numpy.int32), {"w": np.ones(2)}, {})
   with checkpointing.open(tmp_path / "checkpoints", keep_last=None) as checkpoints:
-    with Keeper(checkpoints, Standing(state(1), {}, 0, {})) as keeper:
+    with Keeper(checkpoints, RunState(state(1), {}, 0, {})) as keeper:
       keeper.consume()
       saving = threading.Thread(target=keeper.save)
       saving.start()
       saving.join(0.2)
       assert saving.is_alive() and checkpoints.steps() == []
-      keeper.hold(Standing(state(2), {}, 0, {}))
+      keeper.hold(RunState(state(2), {}, 0, {}))
       saving.join(20)
   assert checkpoints_of(tmp_path) == [2]
 
 
 def test_a_failure_in_the_middle_of_an_update_saves_nothing_and_is_what_is_raised(tmp_path):
-  from grpo_jax.run_folder.keeper import Keeper, Standing
+  from grpo_jax.run_folder.keeper import Keeper, RunState
   from grpo_jax.types import TrainState
 
   state = TrainState(jax.numpy.asarray(3, jax.numpy.int32), {"w": np.ones(2)}, {})
   with checkpointing.open(tmp_path / "checkpoints") as checkpoints:
-    with pytest.raises(MemoryError), Keeper(checkpoints, Standing(state, {}, 0, {})) as keeper:
+    with pytest.raises(MemoryError), Keeper(checkpoints, RunState(state, {}, 0, {})) as keeper:
       keeper.consume()
       raise MemoryError
     assert checkpoints.steps() == []
@@ -274,7 +272,7 @@ def test_what_a_run_without_checkpoints_has_written_is_set_aside(
 def test_a_folder_without_a_learned_step_is_not_an_earlier_run(tmp_path):
   (tmp_path / "metrics.jsonl").write_text('{"step":0,"eval/heldout/accuracy":0.5}\ntorn')
   (tmp_path / "config.json").write_text("{}")
-  assert run_folder.set_aside(tmp_path) is None
+  assert earlier_run.set_aside(tmp_path) is None
   assert names_in(tmp_path) == ["config.json", "metrics.jsonl"]
 
 
@@ -362,7 +360,7 @@ def test_no_number_of_kills_leaves_more_than_one_copy(tmp_path):
   assert names_in(tmp_path) == ["export", "export/weights"]
 
 
-def test_a_folder_that_a_living_process_fills_is_no_leftover(tmp_path):
+def test_a_folder_that_a_living_process_fills_is_not_a_leftover(tmp_path):
   def fill(folder):
     assert atomic.clear_leftovers(tmp_path / "export") == []
     assert folder.is_dir()
@@ -376,7 +374,7 @@ def test_a_run_whose_data_end_evaluates_and_exports(arguments, tmp_path, capsys)
   assert main.main(arguments(total_steps=50, data__epochs=1, evaluation__every_steps=0)) == 0
   said = capsys.readouterr().out
   assert "the data ended after 4 steps" in said and "final weights" in said
-  assert "eval/heldout/reward_mean" in told(tmp_path / "run")[-1]
+  assert "eval/heldout/reward_mean" in reported(tmp_path / "run")[-1]
   assert (tmp_path / "run" / "export" / "config.json").exists()
 
 
@@ -427,7 +425,7 @@ from grpo_jax.run_folder import console, output
 with output.lasting() as streams:
   for stream in streams:
     stream.file = pathlib.Path(sys.argv[1])
-  screen = console.Screen()
+  screen = console.TrainingScreen()
   for number in range(2000):
     screen.print(f"line {number}")
     print("error", number, file=sys.stderr)
@@ -500,9 +498,8 @@ def test_paths_in_lists_are_checked_and_addresses_are_not(settings):
     "engine": {"sglang": {"addresses": ("http://host:30000",)}},
     "environments": {"remote": {"url": "https://host/score"}},
   }
-  assert [c.split("=")[0] for c in run_options.paths_elsewhere(typed(config))] == [
-    "data.datasets[0].prompt_file"
-  ]
+  complaints = [*run_options.paths_elsewhere(config)]
+  assert [each.split("=")[0] for each in complaints] == ["data.datasets[0].prompt_file"]
 
 
 @pytest.mark.parametrize(

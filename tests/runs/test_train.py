@@ -102,7 +102,7 @@ def several_updates(make_config, tmp_path_factory) -> pathlib.Path:
   return workdir
 
 
-def told(workdir):
+def reported(workdir):
   """The lines of metrics.jsonl, without clocks and memory."""
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
   return [metrics.reproducible(json.loads(line)) for line in lines]
@@ -152,7 +152,7 @@ def test_a_run_leaves_what_tools_rely_on(make_config, tmp_path, capsys):
   files = sorted((tmp_path / "export").glob("*.safetensors"))
   assert len(files) > 2 and {path.name for path in files} == {*index["weight_map"].values()}
   assert index["metadata"]["total_size"] == 2 * sum(leaf.size for leaf in weights(tmp_path))
-  rows = told(tmp_path)
+  rows = reported(tmp_path)
   assert [row["step"] for row in rows] == [0, 1, 2, 3]  # 3: the evaluation of the final weights.
   assert [row["weight_version"] for row in rows[:3]] == [0, 1, 2]
   assert {"eval/heldout/reward_mean", "rollout/reward_mean"} <= set(rows[0])
@@ -206,7 +206,9 @@ def test_the_reward_rises(make_config, tmp_path):
     checkpoint__every_steps=0,
   )
   train.train(config, tmp_path)
-  rewards = [row["rollout/reward_mean"] for row in told(tmp_path) if "rollout/reward_mean" in row]
+  rewards = [
+    row["rollout/reward_mean"] for row in reported(tmp_path) if "rollout/reward_mean" in row
+  ]
   assert np.mean(rewards[:3]) < 0.15
   assert np.mean(rewards[-3:]) > 0.5
 
@@ -214,14 +216,14 @@ def test_the_reward_rises(make_config, tmp_path):
 @pytest.mark.parametrize(
   ("lines", "looks"), [(0, 0), (1, 1), (2, 0)], ids=["at_once", "later", "before_evaluating"]
 )
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
+def test_a_run_that_was_stopped_continues_as_if_it_had_not_been(
   lines, looks, make_config, several_updates, tmp_path
 ):
   stop = StopWhen(tmp_path, lines, looks)
   train.train(make_config(**UPDATES), tmp_path, stop=stop)
   assert not (tmp_path / "export").exists()
   train.train(make_config(**UPDATES), tmp_path)
-  assert told(tmp_path) == told(several_updates)
+  assert reported(tmp_path) == reported(several_updates)
   assert_same_state(tmp_path, several_updates)
   assert_same_weights(tmp_path, several_updates)
 
@@ -239,14 +241,14 @@ DYNAMIC = {
 
 
 @pytest.mark.slow
-def test_a_run_with_dynamic_sampling_goes_on_with_its_surplus(make_config, tmp_path):
+def test_a_run_with_dynamic_sampling_continues_with_its_surplus(make_config, tmp_path):
   unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
   train.train(make_config(**DYNAMIC), unbroken)
   train.train(make_config(**DYNAMIC), broken, stop=StopWhen(broken, 1, 1))  # in the second step.
-  assert len(told(broken)) == 1 and not (broken / "export").exists()
+  assert len(reported(broken)) == 1 and not (broken / "export").exists()
   train.train(make_config(**DYNAMIC), broken)
-  steps = told(unbroken)
-  assert told(broken) == steps
+  steps = reported(unbroken)
+  assert reported(broken) == steps
   assert_same_state(broken, unbroken)
   assert_same_weights(broken, unbroken)
   assert max(step["dynamic_sampling/from_surplus"] for step in steps) > 0
@@ -256,7 +258,7 @@ def test_a_run_with_dynamic_sampling_goes_on_with_its_surplus(make_config, tmp_p
 
 
 @pytest.mark.long
-def test_a_finished_run_with_more_steps_goes_on(make_config, plain, tmp_path):
+def test_a_finished_run_with_more_steps_continues(make_config, plain, tmp_path):
   train.train(make_config(total_steps=2), tmp_path)
   train.train(make_config(total_steps=3), tmp_path)
   assert_same_weights(tmp_path, plain)
@@ -275,7 +277,7 @@ def test_other_seeds_give_other_runs(make_config, plain, tmp_path):
 
 def test_drift_and_entropy_of_all_completions_are_known_without_a_kl_in_the_loss(plain):
   assert "NOTHING TO LEARN" not in (plain / "report.html").read_text()
-  first, second, last = told(plain)[:3]
+  first, second, last = reported(plain)[:3]
   assert first["all/kl_to_initial"] == 0.0 < last["all/kl_to_initial"]
   assert "all/kl_to_initial" not in second and "train/kl_to_reference" not in second
   assert last["train/kl_to_reference"] == last["all/kl_to_initial"]  # k3, as by default.
@@ -289,7 +291,7 @@ def test_drift_and_entropy_of_all_completions_are_known_without_a_kl_in_the_loss
 def test_steps_without_signal_change_nothing_and_are_counted(make_config, model, tmp_path, capsys):
   config = make_config(reward="constant", total_steps=2)
   train.train(config, tmp_path)
-  rows = told(tmp_path)
+  rows = reported(tmp_path)
   assert [row["rollout/no_signal_share"] for row in rows[:2]] == [1.0, 1.0]
   assert [row["batch/optimizer_steps"] for row in rows[:2]] == [0.0, 0.0]
   assert [row["signal/lost_share"] for row in rows[:2]] == [1.0, 1.0]
@@ -326,19 +328,19 @@ def test_equal_weights_of_all_rows_train_the_same_and_a_weight_of_one_to_the_bit
   for a, b, c in zip(weights(half), weights(none), weights(some), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
     assert np.abs(c - b).max() > 1e-4
-  told_of = [rollouts_of_the_first_step(run)[0].get("loss_multiplier") for run in (one, half)]
-  assert told_of == [None, 0.5]
+  logged = [rollouts_of_the_first_step(run)[0].get("loss_multiplier") for run in (one, half)]
+  assert logged == [None, 0.5]
 
 
 @pytest.mark.long
 def test_the_run_ends_with_the_data(make_config, tmp_path, capsys):
   train.train(make_config(total_steps=50, data__epochs=1, evaluation__every_steps=0), tmp_path)
   assert "the data ended after 8 steps" in capsys.readouterr().out
-  assert len([row for row in told(tmp_path) if "rollout/prompts" in row]) == 8  # 23 rows, by 3.
+  assert len([row for row in reported(tmp_path) if "rollout/prompts" in row]) == 8  # 23 rows, by 3.
 
 
 def test_on_one_update_per_batch_the_ratio_is_one(plain):
-  rows = [row for row in told(plain) if "train/ratio_min" in row]
+  rows = [row for row in reported(plain) if "train/ratio_min" in row]
   assert rows
   for row in rows:
     assert row["train/ratio_min"] == row["train/ratio_max"] == 1.0
@@ -347,7 +349,7 @@ def test_on_one_update_per_batch_the_ratio_is_one(plain):
 @pytest.mark.long
 def test_later_updates_on_a_batch_see_the_logprobs_from_before_the_first(make_config, tmp_path):
   train.train(make_config(total_steps=1, learn__epochs=3), tmp_path)
-  row = told(tmp_path)[0]
+  row = reported(tmp_path)[0]
   assert row["batch/optimizer_steps"] == 3.0 and row["batch/microbatches"] == 9.0  # of 3 epochs.
   assert row["train/ratio_max"] > 1.0 > row["train/ratio_min"]
   assert row["mismatch/abs_logprob_max"] < 1e-5  # old against behavior: the first policy's.
@@ -377,7 +379,7 @@ def test_every_kind_of_objective_trains(options, make_config, tmp_path):
   config = make_config(total_steps=2, **options)
   assert not list(train.validate(config))
   train.train(config, tmp_path)
-  rows = [row for row in told(tmp_path) if "train/loss" in row]
+  rows = [row for row in reported(tmp_path) if "train/loss" in row]
   assert rows and all(np.isfinite(row["train/grad_norm"]) for row in rows)
 
 

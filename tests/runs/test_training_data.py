@@ -133,7 +133,9 @@ def make_config(tmp_path, model):
 
 
 @pytest.mark.slow
-def test_a_curriculum_is_told_apart_evaluated_apart_and_resumes_exactly(tmp_path, make_config):
+def test_a_curriculum_is_measured_and_evaluated_by_dataset_and_resumes_exactly(
+  tmp_path, make_config
+):
   train.train(make_config(), tmp_path / "unbroken")
   unbroken = lines(tmp_path / "unbroken")
   steps = [line for line in unbroken if "rollout/prompts" in line]
@@ -159,7 +161,7 @@ def complaints(config):
   return list(run_options.validate(config))
 
 
-def test_what_cannot_work_is_told_before_a_model_is_loaded(make_config):
+def test_what_cannot_work_is_reported_before_a_model_is_loaded(make_config):
   assert complaints(make_config()) == []
   config = make_config()
   config.data.datasets[1]["environment"] = "vowel"

@@ -375,7 +375,7 @@ def test_a_failed_program_is_reported_with_the_end_of_its_output(tmp_path):
 
 
 @pytest.mark.parametrize("remat, recomputed", [("full", 8), ("dots", 2), ("none", 0)])
-def test_a_profile_tells_the_parts_of_an_update_apart(remat, recomputed):
+def test_a_profile_distinguishes_the_parts_of_an_update(remat, recomputed):
   """A layer has 9 products, and 18 in its backward pass; "full" computes all but the last again."""
   config = ModelConfig("llama", 101, 24, 40, 2, 4, 2, 6, tie_embeddings=True)
   logprobs = train_step.make_logprobs(config, implementation="xla_chunked", remat=remat)

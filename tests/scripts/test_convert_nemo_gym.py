@@ -8,7 +8,7 @@ import pytest
 
 from grpo_jax.data.byte_tokenizer import ByteTokenizer
 from grpo_jax.data.groups import group_of
-from grpo_jax.offline import recorded as offline
+from grpo_jax.offline import recorded_groups
 
 ROOT = pathlib.Path(__file__).parents[2]
 GYM = ROOT / "tests" / "data" / "nemo_gym"
@@ -28,8 +28,12 @@ def write(path, rows):
 
 
 def groups(path):
-  dataset = offline.open_groups(
-    ByteTokenizer(), options=offline.Options(), on_error="stop", path=path, max_prompt_tokens=9999
+  dataset = recorded_groups.open_groups(
+    ByteTokenizer(),
+    options=recorded_groups.Options(),
+    on_error="stop",
+    path=path,
+    max_prompt_tokens=9999,
   )
   return [group_of(dataset.prompt(row, epoch=0)) for row in range(len(dataset))]
 
@@ -168,9 +172,9 @@ def test_a_broken_row_is_named_and_nothing_is_written(tmp_path, capsys):
   assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
   code, rows = convert(tmp_path / "out.jsonl", path, "--on-error=skip")
   assert (code, len(rows)) == (0, 1)
-  told = capsys.readouterr().out
-  assert "1 rows to" in told and "1 groups, 1 of them with one response" in told
-  assert "'reinforce_pp' learns" in told
+  reported = capsys.readouterr().out
+  assert "1 rows to" in reported and "1 groups, 1 of them with one response" in reported
+  assert "'reinforce_pp' learns" in reported
 
 
 def test_tools_and_calls_survive(tmp_path):

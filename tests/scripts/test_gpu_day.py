@@ -324,12 +324,12 @@ def run(tmp_path, monkeypatch):
   settings = running.Settings(tiny=True, scratch=str(tmp_path))
 
   def run(*parts, result=None, minutes=1.0):
-    told = []
+    reported = []
     result = result or running.new_result(["test"], tiny=True)
-    running.run(parts, settings, tmp_path / "out", result, minutes=minutes, log=told.append)
+    running.run(parts, settings, tmp_path / "out", result, minutes=minutes, log=reported.append)
     found = json.loads((tmp_path / "out" / running.RESULT).read_text())
     assert found == result
-    return found, told
+    return found, reported
 
   return run
 
@@ -338,7 +338,7 @@ def test_a_part_that_fails_leaves_the_others_whole(run):
   kinds = ("raises", "memory", "killed", "exits", "skipped")
   parts = [planted("first"), *map(planted, kinds), planted("hangs", limit_s=2.0), planted("last")]
   started = time.monotonic()
-  result, told = run(*parts)
+  result, reported = run(*parts)
   assert time.monotonic() - started < 30
   found = result["parts"]
   assert {name: entry["status"] for name, entry in found.items()} == {
@@ -352,7 +352,7 @@ def test_a_part_that_fails_leaves_the_others_whole(run):
   assert "said by raises" in "".join(found["raises"]["last_lines"])
   assert "SIGKILL" in found["killed"]["reason"] and "7" in found["exits"]["reason"]
   assert "limit of 2 s" in found["hangs"]["reason"] and "last_lines" not in found["first"]
-  assert len(told) == 2 * len(parts)
+  assert len(reported) == 2 * len(parts)
   failed = ["raises", "memory", "killed", "exits", "hangs"]
   assert summary.failures(result) == failed
   assert all(f"  {name}: " in summary.text(result) for name in failed)
@@ -368,11 +368,11 @@ def test_resuming_leaves_finished_parts_alone_and_repeats_the_others(run):
   result, _ = run(planted("first"), planted("raises"), planted("skipped"))
   before = json.loads(json.dumps(result))
   result["parts"]["raises"]["result"] = {}
-  result, told = run(planted("first"), planted("raises"), planted("skipped"), result=result)
+  result, reported = run(planted("first"), planted("raises"), planted("skipped"), result=result)
   for name in ("first", "skipped"):
     assert result["parts"][name] == before["parts"][name]
   assert result["parts"]["raises"]["result"] == {"before": "raises"}
-  assert [line.split()[0] for line in told if "done already" in line] == ["first", "skipped"]
+  assert [line.split()[0] for line in reported if "done already" in line] == ["first", "skipped"]
 
 
 def test_what_a_part_had_measured_when_the_machine_was_cut_off_is_kept(run, tmp_path):

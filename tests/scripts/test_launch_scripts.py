@@ -38,7 +38,7 @@ def programs(tmp_path):
   folder, calls = tmp_path / "bin", tmp_path / "calls"
   folder.mkdir()
 
-  def stand_in(name, text):
+  def substitute(name, text):
     path = folder / name
     path.parent.mkdir(exist_ok=True)
     path.write_text(f'#!/bin/bash\necho "{path.name} $*" >> {calls}\n{text}\n')
@@ -56,21 +56,21 @@ def programs(tmp_path):
     )
     return done, calls.read_text().splitlines()
 
-  run.stand_in = stand_in
+  run.substitute = substitute
   return run
 
 
 @pytest.fixture
 def job(programs, tmp_path):
   """Runs the Slurm script as a job of two nodes in which `srun` ends with an exit code."""
-  programs.stand_in("scontrol", "")
+  programs.substitute("scontrol", "")
   venv = tmp_path / "venv"
   (venv / "bin").mkdir(parents=True)
   (venv / "bin" / "grpo-jax").write_text("#!/bin/sh\n")
   (venv / "bin" / "grpo-jax").chmod(0o755)
 
   def run(*arguments, code=0, **environment):
-    programs.stand_in("srun", f'echo "secret $GRPO_JAX_RUN_SECRET"; exit {code}')
+    programs.substitute("srun", f'echo "secret $GRPO_JAX_RUN_SECRET"; exit {code}')
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "2"}
     return programs("slurm.sbatch", *arguments, VENV=str(venv), **slurm, **environment)
 
@@ -91,7 +91,7 @@ def test_a_job_is_queued_again_if_it_was_stopped_or_killed(job, code, is_queued)
 
 def test_each_start_of_a_job_has_a_secret_that_no_argument_shows(job, programs, tmp_path):
   (tmp_path / "bin").mkdir(exist_ok=True)
-  programs.stand_in("mpirun", 'echo "secret $GRPO_JAX_RUN_SECRET"')
+  programs.substitute("mpirun", 'echo "secret $GRPO_JAX_RUN_SECRET"')
   starts = [
     *(job(*TRAIN, GRPO_JAX_RUN_SECRET="of an earlier start") for _ in range(2)),
     programs("mpirun.sh", "--host", "a,b", "--", *TRAIN, VENV=str(tmp_path / "venv")),
@@ -129,11 +129,11 @@ def test_sglang_servers_and_the_trainer_get_different_gpus_of_a_node(job):
 def test_dry_runs_start_nothing(job, programs, tmp_path):
   done, calls = job("--dry-run", "math_1b", "--workdir=/shared/a b")
   assert done.stdout.startswith("srun ") and "--workdir=/shared/a\\ b" in done.stdout and not calls
-  programs.stand_in("mpirun", "")
+  programs.substitute("mpirun", "")
   arguments = ("--dry-run", "--host", "a,b", "--", *TRAIN)
   done, calls = programs("mpirun.sh", *arguments, VENV=str(tmp_path / "venv"))
   assert done.stdout.startswith("mpirun ") and "grpo-jax train math_1b" in done.stdout and not calls
-  programs.stand_in("gcloud", "")
+  programs.substitute("gcloud", "")
   done, calls = programs("tpu_pod.sh", "--dry-run", "stop", TPU="t", ZONE="z")
   assert done.stdout.startswith("gcloud compute tpus tpu-vm ssh t --worker=all") and not calls
 
@@ -165,7 +165,7 @@ time.sleep(30)
 @pytest.fixture
 def pod(programs, tmp_path):
   """Runs scripts/launch/tpu_pod.sh against two hosts that are folders of this machine."""
-  programs.stand_in("gcloud", GCLOUD)
+  programs.substitute("gcloud", GCLOUD)
   for host in "01":
     program = tmp_path / "hosts" / host / "grpo-jax" / ".venv" / "bin" / "grpo-jax"
     program.parent.mkdir(parents=True)

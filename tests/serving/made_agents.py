@@ -12,10 +12,10 @@ from scripted_engine import TOKENIZER
 from grpo_jax.data.byte_tokenizer import END
 from grpo_jax.engines.base import SamplingParams
 from grpo_jax.environments.base import StepResult
-from grpo_jax.rollouts.collecting import Limits, collect_sync
-from grpo_jax.serving.asking import AtOnce
-from grpo_jax.serving.server import PolicyServer
-from grpo_jax.serving.session import Policy, Session
+from grpo_jax.rollouts.rollout import AttemptLimits, collect_sync
+from grpo_jax.serving.policy_server import PolicyServer
+from grpo_jax.serving.request_scheduling import ImmediateScheduler
+from grpo_jax.serving.session import ServedPolicy, Session
 from grpo_jax.types import Prompt
 
 SAMPLING = SamplingParams(max_tokens=128, stop_ids=(END,))
@@ -91,14 +91,14 @@ def collected(engine, environments, tasks, **overrides):
   """Returns the groups of a step."""
   if not isinstance(environments, dict):
     environments = {"env": environments}
-  limits = Limits(max_turns=9, max_error_share=1.0)
+  limits = AttemptLimits(max_turns=9, max_error_share=1.0)
   settings = dict(group_size=1, sampling=SAMPLING, seed=3, step=5, limits=limits)
   return collect_sync(engine, environments, tasks, TOKENIZER, **(settings | overrides))
 
 
-def policy_of(engine, **fields) -> Policy:
-  made = Policy(
-    asker=AtOnce(engine),
+def policy_of(engine, **fields) -> ServedPolicy:
+  made = ServedPolicy(
+    scheduler=ImmediateScheduler(engine),
     tokenizer=TOKENIZER,
     sampling=SAMPLING,
     max_tokens=1024,

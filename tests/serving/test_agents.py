@@ -26,7 +26,7 @@ from grpo_jax import environments
 from grpo_jax.engines.fake import FakeEngine
 from grpo_jax.environments.base import Endpoint, StepResult
 from grpo_jax.environments.isolation import IsolatedEnvironment
-from grpo_jax.rollouts.collecting import Limits, TooManyFailures, error_counts
+from grpo_jax.rollouts.rollout import AttemptLimits, TooManyFailures, error_counts
 from grpo_jax.types import FinishReason
 
 
@@ -236,7 +236,7 @@ def test_an_attempt_that_shares_no_token_with_its_group_fails():
 def failing(talk, *, engine=None, limits=None, **fields):
   """Returns the one rollout of an agent."""
   engine = engine or FakeEngine(bigrams())
-  limits = limits or Limits(max_error_share=1.0)
+  limits = limits or AttemptLimits(max_error_share=1.0)
   (group,) = collected(engine, Agents(talk, **fields), prompts("x"), limits=limits)
   return group.rollouts[0]
 
@@ -281,11 +281,11 @@ def test_an_agent_that_takes_too_long_is_cancelled_and_closed():
       events.append("closed")
 
   begun = time.monotonic()
-  limits = Limits(max_error_share=1.0, agent_timeout_s=0.2)
+  limits = AttemptLimits(max_error_share=1.0, agent_timeout_s=0.2)
   (group,) = collected(FakeEngine(bigrams()), Slow, prompts("x"), limits=limits)
   assert group.rollouts[0].failure == "timeout" and events == ["cancelled", "closed"]
   assert time.monotonic() - begun < 10
-  limits = Limits(max_error_share=0.5, agent_timeout_s=0.2)
+  limits = AttemptLimits(max_error_share=0.5, agent_timeout_s=0.2)
   with pytest.raises(TooManyFailures, match="no answer within"):
     collected(FakeEngine(bigrams()), Slow, prompts("x"), limits=limits)
 
@@ -309,7 +309,7 @@ def test_wrong_results_are_failures():
   assert failing(nan).failure == "nan"
 
 
-LONG = Limits(max_tokens=120, max_error_share=0.0)
+LONG = AttemptLimits(max_tokens=120, max_error_share=0.0)
 
 
 def too_long(is_raised):
@@ -454,7 +454,7 @@ def test_the_key_of_an_attempt_is_invalid_after_it():
     async def close(self):
       pass
 
-  limits = Limits(agent_concurrency=1, max_error_share=0.0)
+  limits = AttemptLimits(agent_concurrency=1, max_error_share=0.0)
   (group,) = collected(FakeEngine(bigrams()), Keeps, prompts("x"), group_size=2, limits=limits)
   assert statuses == [401] and {r.turns for r in group.rollouts} == {1}
 

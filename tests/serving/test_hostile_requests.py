@@ -22,8 +22,7 @@ from made_agents import (
 from scripted_engine import TOKENIZER, ScriptedEngine
 
 from grpo_jax.engines.fake import FakeEngine
-from grpo_jax.serving import connections, turns
-from grpo_jax.serving import server as server_module
+from grpo_jax.serving import connections, policy_server, turns
 from grpo_jax.serving.session import Session
 
 CHAT = "/v1/chat/completions"
@@ -199,10 +198,10 @@ def test_connections_without_a_request_are_few_and_end(monkeypatch):
   assert asyncio.run(run()) == (8, 200)
 
 
-@pytest.mark.parametrize(("keys", "most"), [(1, server_module.BODIES), (6, 8)])
+@pytest.mark.parametrize(("keys", "most"), [(1, policy_server.BODIES), (6, 8)])
 def test_few_large_bodies_are_held_at_the_same_time(keys, most, monkeypatch):
   held, highest = 0, 0
-  received = server_module._received
+  received = policy_server._received
 
   async def counted(request):
     nonlocal held, highest
@@ -212,8 +211,8 @@ def test_few_large_bodies_are_held_at_the_same_time(keys, most, monkeypatch):
     finally:
       held -= 1
 
-  monkeypatch.setattr(server_module, "_received", counted)
-  body = chat(metadata="a" * (server_module.LARGE_BODY + 1))
+  monkeypatch.setattr(policy_server, "_received", counted)
+  body = chat(metadata="a" * (policy_server.LARGE_BODY + 1))
 
   async def run():
     async with served(words()) as (server, session, endpoint):
@@ -259,12 +258,12 @@ def raises(error):
 
 
 PLACES = {
-  "reading": (server_module.requests, "read_chat"),
+  "reading": (policy_server.requests, "read_chat"),
   "finding": (turns, "keys_of"),
   "rendering": (type(TOKENIZER), "prompt"),
   "decoding": (type(TOKENIZER), "decode"),
   "parsing": (Session, "_parsed"),
-  "writing": (server_module.answers, "chat"),
+  "writing": (policy_server.answers, "chat"),
 }
 
 

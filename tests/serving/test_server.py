@@ -10,7 +10,7 @@ from scripted_engine import TOKENIZER, ScriptedEngine
 
 from grpo_jax.data.byte_tokenizer import END
 from grpo_jax.engines.fake import FakeEngine
-from grpo_jax.serving import server as server_module
+from grpo_jax.serving import policy_server
 from grpo_jax.serving.session import Session
 
 
@@ -60,7 +60,7 @@ def test_a_chat_completion_has_openais_form():
   }
 
 
-def test_a_text_completion_has_openais_form():
+def test_a_completion_of_text_has_openais_form():
   async def talk(post, session):
     return await post("completions", prompt="a", logprobs=1, return_tokens_as_token_ids=True)
 
@@ -263,7 +263,7 @@ def test_50_megabytes_are_refused_and_others_are_served():
 
 
 def test_a_body_that_never_ends_is_given_up(monkeypatch):
-  monkeypatch.setattr(server_module, "BODY_S", 0.1)
+  monkeypatch.setattr(policy_server, "BODY_S", 0.1)
 
   async def run():
     async with served(words()) as (_, _, endpoint):

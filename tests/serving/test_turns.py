@@ -8,7 +8,7 @@ from made_agents import client_of, served, user
 from scripted_engine import ScriptedEngine
 
 from grpo_jax.serving.prefixes import Prefixes
-from grpo_jax.serving.turns import Turns
+from grpo_jax.serving.turns import TurnIndex
 
 ANSWER = "The sum is 3, and the product is 2."
 
@@ -35,7 +35,7 @@ def test_prefixes_are_found_as_by_comparing_with_all():
 
 
 def test_a_conversation_takes_memory_for_its_text_once():
-  def size(turns: Turns) -> int:
+  def size(turns: TurnIndex) -> int:
     todo, numbers = [turns._tokens._root, turns._texts._root], 0
     while todo:
       node = todo.pop()

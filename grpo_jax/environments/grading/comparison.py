@@ -24,7 +24,7 @@ _ARTICLES = ("a", "an", "the")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Read:
+class ParsedAnswer:
   """An answer, read."""
 
   text: str  # in LaTeX, with its unit; without blanks that mean nothing.
@@ -39,7 +39,7 @@ class Read:
     return Decimal(digits) if _DECIMAL.fullmatch(digits) else None
 
 
-def read(answer: str, *, is_number: bool = False) -> Read:
+def read(answer: str, *, is_number: bool = False) -> ParsedAnswer:
   """Reads an answer.
 
   Args:
@@ -49,17 +49,17 @@ def read(answer: str, *, is_number: bool = False) -> Read:
   """
   text = notation.latex(answer)
   if len(text) > notation.MAX_CHARS:
-    return Read(text, text, units.Unit(), ())
+    return ParsedAnswer(text, text, units.Unit(), ())
   if is_number:
     text = _INDIAN.sub(lambda found: found[0].replace(",", ""), text)
   value, unit = units.split(text, is_number=is_number)
-  return Read(squeezed(text), value, unit, _words(text))
+  return ParsedAnswer(squeezed(text), value, unit, _words(text))
 
 
 read_gold = functools.lru_cache(maxsize=1024)(read)
 
 
-def read_pair(gold_answer: str, answer: str) -> tuple[Read, Read]:
+def read_pair(gold_answer: str, answer: str) -> tuple[ParsedAnswer, ParsedAnswer]:
   """Reads the gold answer and an answer to the same question."""
   wanted = read_gold(gold_answer)
   return wanted, read(answer, is_number=wanted.decimal is not None)
@@ -79,7 +79,7 @@ def equal_as_text(gold_answer: str, answer: str) -> bool | None:
   return decided(*read_pair(gold_answer, answer))
 
 
-def decided(wanted: Read, found: Read) -> bool | None:
+def decided(wanted: ParsedAnswer, found: ParsedAnswer) -> bool | None:
   """Compares two answers that were read; see `equal_as_text`."""
   if wanted.text == found.text:
     return bool(wanted.text)

@@ -5,7 +5,7 @@ import functools
 import logging
 
 from grpo_jax.registry import choose
-from grpo_sandbox.launch import KINDS, NONE, Launcher, Limits, SandboxError
+from grpo_sandbox.launch import KINDS, NONE, Launcher, ProcessLimits, SandboxError
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def _best() -> Confinement:
 def _why_not(kind: str) -> str:
   """Returns why a kind of sandbox does not work on this machine; "" if it works."""
   try:
-    Launcher(kind, Limits())
+    Launcher(kind, ProcessLimits())
   except SandboxError as error:
     return str(error)
   return ""

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax.environments.grading import confinement, libraries
+from grpo_sandbox import fork_server
 from grpo_sandbox import grader as inner
-from grpo_sandbox import inside
-from grpo_sandbox.launch import Grader, Launcher, Limits, SandboxError
-from grpo_sandbox.seats import Ending, Seat
+from grpo_sandbox.launch import Grader, Launcher, ProcessLimits, SandboxError
+from grpo_sandbox.slots import Ending, SandboxSlot
 
 _GRACE_S = 0.5  # a call ends itself at its time-out; its sandbox is killed this much later.
 _END_S = 1.0  # time for a process to end after its reply.
@@ -82,7 +82,7 @@ class WorkerPool:
     self.confinement = confinement.find(sandbox)
     self._grader = str(Path(grader).resolve())
     self._packages = tuple(packages)
-    self._limits = Limits(
+    self._limits = ProcessLimits(
       timeout_s=max(0.1, timeout_s + _GRACE_S),
       memory_mib=math.ceil(memory_gib * 1024) or 1 << 30,
     )
@@ -90,10 +90,10 @@ class WorkerPool:
     self._workers = workers
     self._timeout_s = timeout_s
     self._start_timeout_s = start_timeout_s
-    self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+    self._jobs: queue.SimpleQueue[_GraderCall | None] = queue.SimpleQueue()
     self._lock = threading.Lock()
     self._threads: list[threading.Thread] = []
-    self._seats: set[Seat] = set()
+    self._slots: set[SandboxSlot] = set()
     self._counts: Counter[str] = Counter(dict.fromkeys(_COUNTS, 0))
     self._closed = False
 
@@ -108,7 +108,7 @@ class WorkerPool:
       A future of the result, which is JSON. It raises GraderTimeout, GraderCrash,
       GraderError or GraderStartError.
     """
-    job = _Job(function, pickle.dumps((self._timeout_s, function, arguments)))
+    job = _GraderCall(function, pickle.dumps((self._timeout_s, function, arguments)))
     with self._lock:
       if self._closed:
         raise RuntimeError("the pool is closed")
@@ -127,7 +127,7 @@ class WorkerPool:
   def pids(self) -> list[int]:
     """Returns the process ids of the present sandboxes."""
     with self._lock:
-      return sorted(seat.pid for seat in self._seats)
+      return sorted(slot.pid for slot in self._slots)
 
   def close(self) -> None:
     """Ends all processes, even in the middle of a call."""
@@ -137,9 +137,9 @@ class WorkerPool:
       self._closed = True
       for _ in self._threads:
         self._jobs.put(None)
-      running = list(self._seats)
-    for seat in running:
-      seat.kill()
+      running = list(self._slots)
+    for slot in running:
+      slot.kill()
     for thread in self._threads:
       thread.join()
 
@@ -156,7 +156,7 @@ class WorkerPool:
         place.warm()
     place.leave()
 
-  def start_seat(self) -> Seat:
+  def start_slot(self) -> SandboxSlot:
     """Starts a sandbox and waits until its grader is loaded.
 
     Raises:
@@ -164,20 +164,20 @@ class WorkerPool:
     """
     self.count("starts")
     try:
-      seat = Seat(self._make_launcher(), uses=_USES, start_s=self._start_timeout_s)
+      slot = SandboxSlot(self._make_launcher(), uses=_USES, start_s=self._start_timeout_s)
     except (SandboxError, ImportError) as error:
       raise GraderStartError(f"a grader did not start: {error}") from error
     with self._lock:
-      self._seats.add(seat)
-      if self._closed:  # close() could not see the new seat.
-        seat.kill()
-    return seat
+      self._slots.add(slot)
+      if self._closed:  # close() could not see the new slot.
+        slot.kill()
+    return slot
 
-  def end_seat(self, seat: Seat) -> None:
+  def end_slot(self, slot: SandboxSlot) -> None:
     """Kills a sandbox and forgets it."""
-    seat.end()
+    slot.end()
     with self._lock:
-      self._seats.discard(seat)
+      self._slots.discard(slot)
 
   def count(self, what: str) -> None:
     """Adds one to a count."""
@@ -199,7 +199,7 @@ class WorkerPool:
       return self._launcher
 
 
-class _Job:
+class _GraderCall:
   """One call."""
 
   def __init__(self, function: str, request: bytes):
@@ -217,9 +217,9 @@ class _Place:
 
   def __init__(self, pool: WorkerPool):
     self._pool = pool
-    self._seat: Seat | None = None
+    self._slot: SandboxSlot | None = None
 
-  def run(self, job: _Job) -> Any:
+  def run(self, job: _GraderCall) -> Any:
     """Runs a job; a sandbox that dies is replaced and the job repeated once."""
     self._pool.count("calls")
     for _ in range(2):
@@ -232,25 +232,25 @@ class _Place:
 
   def warm(self) -> None:
     """Replaces a lost sandbox before the next job asks for it."""
-    if self._seat is None:
+    if self._slot is None:
       with contextlib.suppress(GraderStartError):  # the next job will report it.
-        self._seat = self._pool.start_seat()
+        self._slot = self._pool.start_slot()
 
   def leave(self) -> None:
     """Ends the sandbox, if one is running."""
-    if self._seat is not None:
-      self._pool.end_seat(self._seat)
-      self._seat = None
+    if self._slot is not None:
+      self._pool.end_slot(self._slot)
+      self._slot = None
 
-  def _attempt(self, job: _Job) -> tuple[bytes, int]:
+  def _attempt(self, job: _GraderCall) -> tuple[bytes, int]:
     """Makes a call; returns the output of its process and its exit code."""
-    if self._seat is None:
-      self._seat = self._pool.start_seat()
-    with self._seat.child(inside.GRADER) as pipes:
+    if self._slot is None:
+      self._slot = self._pool.start_slot()
+    with self._slot.child(fork_server.GRADER) as pipes:
       deadline = time.monotonic() + self._pool.timeout_s + _GRACE_S
       output, why = pipes.exchange(job.request, inner.MAX_REPLY, deadline)
     deadline = time.monotonic() + _END_S
-    code = self._seat.exit_code(deadline) if why is Ending.OK else None
+    code = self._slot.exit_code(deadline) if why is Ending.OK else None
     if code is None:
       if why is Ending.OK and time.monotonic() < deadline:
         raise _SandboxDied

@@ -38,7 +38,7 @@ class Batcher:
     self._key = key
     self._max_items = max_items
     self._wait_s = wait_s
-    self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+    self._jobs: queue.SimpleQueue[_BatchedCall | None] = queue.SimpleQueue()
     self._lock = threading.Lock()
     self._closed = False
     self._counts = {"calls": 0, "batches": 0, "failed_batches": 0}
@@ -47,7 +47,7 @@ class Batcher:
 
   def submit(self, item: Any) -> concurrent.futures.Future[Any]:
     """Queues an item; the future raises what its batch raised."""
-    job = _Job(item)
+    job = _BatchedCall(item)
     with self._lock:
       if self._closed:
         raise RuntimeError("the batcher is closed")
@@ -77,9 +77,9 @@ class Batcher:
       for key, batch in _batches(waiting, lambda job: self._key(job.item), self._max_items):
         self._finish(key, batch)
 
-  def _gather(self) -> tuple[list["_Job"], bool]:
+  def _gather(self) -> tuple[list["_BatchedCall"], bool]:
     """Waits for a job, then for others; returns them, and False at the end of the queue."""
-    jobs: list[_Job] = []
+    jobs: list[_BatchedCall] = []
     deadline = None
     while deadline is None or len(jobs) < self._max_items or not self._jobs.empty():
       rest = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -93,7 +93,7 @@ class Batcher:
       deadline = deadline or time.monotonic() + self._wait_s
     return jobs, True
 
-  def _finish(self, key: Any, batch: Sequence["_Job"]) -> None:
+  def _finish(self, key: Any, batch: Sequence["_BatchedCall"]) -> None:
     with self._lock:
       self._counts["batches"] += 1
     try:
@@ -110,7 +110,7 @@ class Batcher:
       job.future.set_result(result)
 
 
-class _Job:
+class _BatchedCall:
   """One call."""
 
   def __init__(self, item: Any):
@@ -118,7 +118,7 @@ class _Job:
     self.future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
 
-def _batches(jobs: Sequence[_Job], key: Callable[[_Job], Any], size: int):
+def _batches(jobs: Sequence[_BatchedCall], key: Callable[[_BatchedCall], Any], size: int):
   """Yields (key, jobs) of sorted jobs: jobs with one key, at most `size` at a time."""
   start = 0
   for stop in range(1, len(jobs) + 1):

@@ -23,14 +23,14 @@ _MAX_BYTES = 4 << 20  # largest answer.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Patience(retries.Patience):
+class EndpointRetryPolicy(retries.RetryPolicy):
   """How long and how often one request is tried, and how many requests are made."""
 
   max_failed_calls: int = 16  # consecutive failed calls after which no more are made.
   concurrency: int = 32  # calls at the same time; others wait for a place.
 
   def __post_init__(self):
-    retries.Patience.__post_init__(self)
+    retries.RetryPolicy.__post_init__(self)
     if min(self.max_failed_calls, self.concurrency) <= 0:
       raise ValueError(f"max_failed_calls and concurrency must be above 0: {self}")
 
@@ -39,7 +39,12 @@ class EndpointClient:
   """Calls of one server. Close it, or the thread and the connections stay."""
 
   def __init__(
-    self, url: str, patience: Patience, *, secret: str | None = None, seed: int | None = None
+    self,
+    url: str,
+    patience: EndpointRetryPolicy,
+    *,
+    secret: str | None = None,
+    seed: int | None = None,
   ):
     """Starts the thread; no connection is made.
 

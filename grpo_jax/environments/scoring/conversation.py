@@ -33,7 +33,7 @@ def from_attempt(prompt: Prompt, completion: str) -> list[Message]:
 class ConversationEncoder:
   """The tokenizer and chat template of a reward model."""
 
-  def __init__(self, opened: tokenizer_files.Opened, template: str, where: str):
+  def __init__(self, opened: tokenizer_files.OpenedTokenizer, template: str, where: str):
     """Wraps a tokenizer; `where` names its location in errors."""
     self._backend = opened.backend
     self._renderer = Renderer(template, where=opened.template_file)

@@ -14,7 +14,7 @@ from grpo_jax.environments.toolbox import functions
 from grpo_jax.environments.toolbox.calling import ToolError
 from grpo_jax.environments.toolbox.functions import Tool
 from grpo_jax.values import checked
-from grpo_sandbox.launch import Launcher, Limits, SandboxError
+from grpo_sandbox.launch import Launcher, ProcessLimits, SandboxError
 from grpo_sandbox.supervise import Ending, Supervisor
 
 _PACKAGE = "grpo_jax.environments.toolbox"
@@ -124,7 +124,7 @@ def python_tool(
   found = confinement.find(sandbox)
   if not found.is_sandbox:
     raise ValueError(f"the tool 'python' needs a sandbox that closes files: {found.why_not}")
-  limits = Limits(timeout_s=float(timeout_s), memory_mib=memory_mib, output_kib=output_kib)
+  limits = ProcessLimits(timeout_s=float(timeout_s), memory_mib=memory_mib, output_kib=output_kib)
   try:
     supervisor = Supervisor(Launcher(found.kind, limits, packages=packages), workers=workers)
     stack.callback(supervisor.close)

@@ -28,7 +28,7 @@ class ToolError(Exception):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
+class CallLimits:
   """Limits of one call."""
 
   timeout_s: float = 20.0  # time of one call, in seconds.
@@ -38,17 +38,17 @@ class Limits:
 class Toolbox:
   """The tools of a run."""
 
-  def __init__(self, tools: Iterable[Tool], limits: Limits | None = None):
+  def __init__(self, tools: Iterable[Tool], limits: CallLimits | None = None):
     """Collects the tools.
 
     Args:
       tools: Tools of different names.
-      limits: Limits of one call; None: `Limits()`.
+      limits: Limits of one call; None: `CallLimits()`.
 
     Raises:
       ValueError: Two tools have the same name.
     """
-    self.limits = limits or Limits()
+    self.limits = limits or CallLimits()
     self._tools: dict[str, Tool] = {}
     for tool in tools:
       if tool.name in self._tools:

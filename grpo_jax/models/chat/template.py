@@ -6,7 +6,7 @@ from typing import Any
 
 from grpo_jax.models.chat import exported
 from grpo_jax.models.chat.rendering import Rendered, Renderer, TemplateRefusal
-from grpo_jax.models.chat.tokenizer_files import Opened
+from grpo_jax.models.chat.tokenizer_files import OpenedTokenizer
 from grpo_jax.models.errors import ModelError
 
 Message = Mapping[str, Any]
@@ -27,7 +27,7 @@ _PROBE_TOOL = {
 class ChatTemplate:
   """The chat template of a model."""
 
-  def __init__(self, opened: Opened, variables: Mapping[str, Any]):
+  def __init__(self, opened: OpenedTokenizer, variables: Mapping[str, Any]):
     """Describes the template; nothing is rendered before it is needed.
 
     Args:

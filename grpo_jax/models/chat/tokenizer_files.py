@@ -48,7 +48,7 @@ def guarded() -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Opened:
+class OpenedTokenizer:
   """A transformers tokenizer, and its chat template."""
 
   backend: Any
@@ -60,7 +60,7 @@ class Opened:
   named: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-def open_folder(directory: str | Path, *, chat_template: str | None = None) -> Opened:
+def open_folder(directory: str | Path, *, chat_template: str | None = None) -> OpenedTokenizer:
   """Opens the tokenizer of a local Hugging Face folder; code in the folder is never run.
 
   Args:
@@ -85,14 +85,14 @@ def open_folder(directory: str | Path, *, chat_template: str | None = None) -> O
   if chat_template is None:
     found = _own_templates(backend, directory)
     file = _template_file(directory)
-    return Opened(backend, found.get("default"), file, found.get("tool_use"), found)
+    return OpenedTokenizer(backend, found.get("default"), file, found.get("tool_use"), found)
   if chat_template.endswith(".jinja"):
     file = Path(chat_template)
     if not file.is_file():
       raise MissingModel(f"no chat template file {chat_template}")
     text = files.read_text(file, max_bytes=files.TEMPLATE_BYTES)
-    return Opened(backend, text, chat_template)
-  return Opened(backend, chat_template, "model.chat_template (the option)")
+    return OpenedTokenizer(backend, text, chat_template)
+  return OpenedTokenizer(backend, chat_template, "model.chat_template (the option)")
 
 
 def description(backend: Any) -> dict[str, Any] | None:

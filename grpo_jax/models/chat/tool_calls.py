@@ -45,7 +45,7 @@ class Parsed:
 
 
 @runtime_checkable
-class Parser(Protocol):
+class CallParser(Protocol):
   """A form of tool calls: a function of a turn's text."""
 
   def __call__(self, text: str, tools: Sequence[Tool]) -> Parsed:
@@ -59,7 +59,7 @@ class Parser(Protocol):
 
 
 def parse(
-  text: str, form: str | Parser, *, tools: Sequence[Tool] = (), first_id: int = 0
+  text: str, form: str | CallParser, *, tools: Sequence[Tool] = (), first_id: int = 0
 ) -> Parsed:
   """Parses one turn of the assistant.
 
@@ -104,7 +104,7 @@ def call(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
   return {"id": "", "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
 
 
-def _parser(form: str | Parser) -> Parser:
+def _parser(form: str | CallParser) -> CallParser:
   if not isinstance(form, str):
     return form
   if form not in FORMS:
@@ -140,7 +140,7 @@ class _CallError(ValueError):
 
 
 @dataclasses.dataclass(slots=True)
-class _Turn:
+class _TurnReader:
   """A turn while it is read."""
 
   text: list[str] = dataclasses.field(default_factory=list)
@@ -168,11 +168,11 @@ class _Turn:
 _Inside = Callable[[str, int, Sequence[Tool]], tuple[dict[str, Any], int]]
 
 
-def _tagged(inside: _Inside) -> Parser:
+def _tagged(inside: _Inside) -> CallParser:
   """Returns the parser of a form whose calls are in `<tool_call>…</tool_call>`."""
 
   def parse_turn(text: str, tools: Sequence[Tool]) -> Parsed:
-    turn, place = _Turn(), 0
+    turn, place = _TurnReader(), 0
     has_thought = text.lstrip().startswith(_THINK)
     if has_thought:
       thought, closed, _ = text.partition(_END_THINK)
@@ -201,7 +201,9 @@ def _tagged(inside: _Inside) -> Parser:
   return parse_turn
 
 
-def _read_tagged(turn: _Turn, inside: _Inside, text: str, start: int, tools: Sequence[Tool]) -> int:
+def _read_tagged(
+  turn: _TurnReader, inside: _Inside, text: str, start: int, tools: Sequence[Tool]
+) -> int:
   """Reads one call, and returns the place after it."""
   try:
     found, end = inside(text, start, tools)
@@ -346,7 +348,7 @@ def _llama3(text: str, tools: Sequence[Tool]) -> Parsed:
   """Parses a turn that is one JSON object, or has one after <|python_tag|>."""
   said, tag, after = text.partition("<|python_tag|>")
   body = after if tag else text
-  turn = _Turn([said] if tag else [])
+  turn = _TurnReader([said] if tag else [])
   try:
     value, end = untrusted_json.read(body)
   except JsonError as error:
@@ -378,7 +380,7 @@ def _is_llama_call(value: Mapping[str, Any], tools: Sequence[Tool]) -> bool:
 
 def _gpt_oss(text: str, tools: Sequence[Tool]) -> Parsed:
   """Parses messages `HEADER<|message|>BODY<|end|>`; one with a recipient is a call."""
-  turn = _Turn()
+  turn = _TurnReader()
   thoughts: list[str] = []
   place = 0
   while place < len(text):
@@ -402,7 +404,7 @@ def _gpt_oss(text: str, tools: Sequence[Tool]) -> Parsed:
   return turn.parsed()
 
 
-def _add_gpt_oss_call(turn: _Turn, name: str, mark: str, body: str) -> None:
+def _add_gpt_oss_call(turn: _TurnReader, name: str, mark: str, body: str) -> None:
   try:
     if not mark:
       raise JsonError("the call has no <|message|> with its arguments")
@@ -441,7 +443,7 @@ _MARKS = {
   "hermes": ("<tool_call>", "</tool_call>", "arguments"),
   "llama3": ('"parameters": ', '{"name": "', "ipython"),
 }
-FORMS: Mapping[str, Parser] = {
+FORMS: Mapping[str, CallParser] = {
   "hermes": _tagged(_json_call),
   "qwen3_coder": _tagged(_function_call),
   "glm4_moe": _tagged(_arg_call),

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from grpo_jax.run_folder.console import Screen
+from grpo_jax.run_folder.console import TrainingScreen
 from grpo_jax.run_folder.rollout_log import Decode
 from grpo_jax.types import RolloutGroup
 
@@ -28,7 +28,7 @@ class Opening:
   workdir: Path
   start_step: int
   total_steps: int | None
-  screen: Screen
+  screen: TrainingScreen
   decode: Decode | None
 
 

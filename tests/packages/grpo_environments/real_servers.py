@@ -1,4 +1,4 @@
-"""Serves environments of nemo-gym and OpenEnv, for test_elsewhere.py: prints their addresses.
+"""Serves environments of nemo-gym and OpenEnv, for test_third_party.py: prints their addresses.
 
 Run by the interpreter of `make test-environments`, with constraints/environments_servers.txt.
 """

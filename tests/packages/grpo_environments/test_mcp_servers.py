@@ -16,7 +16,7 @@ import pytest
 from grpo_environments import mcp_servers
 from grpo_environments.mcp_servers import McpError
 from grpo_jax import environments
-from grpo_jax.environments.toolbox.calling import Limits, Toolbox
+from grpo_jax.environments.toolbox.calling import CallLimits, Toolbox
 from grpo_jax.types import Prompt
 
 HERE = pathlib.Path(__file__).parent
@@ -40,7 +40,7 @@ def opened(command, **options):
 
 def calls(tools, *names, timeout_s=5.0, **arguments):
   """Calls tools one after another; returns the texts, and what was counted."""
-  box, counts = Toolbox(tools, Limits(timeout_s=timeout_s)), Counter()
+  box, counts = Toolbox(tools, CallLimits(timeout_s=timeout_s)), Counter()
 
   async def body():
     return [await box.answer(name, arguments, counts) for name in names]
@@ -184,7 +184,7 @@ def listing(monkeypatch, *names):
   async def listed(server):
     return [{"name": name, "description": "", "parameters": {}} for name in names]
 
-  monkeypatch.setattr(mcp_servers._Server, "_list", listed)
+  monkeypatch.setattr(mcp_servers._McpServer, "_list", listed)
 
 
 def test_two_tools_of_one_name_are_refused(monkeypatch):
@@ -223,7 +223,7 @@ def test_what_a_server_says_is_one_line_of_printable_characters(monkeypatch):
   async def fails(server):
     raise RuntimeError("2 validation errors\n  Input should be\x1b[0m a string")
 
-  monkeypatch.setattr(mcp_servers._Server, "_connected", fails)
+  monkeypatch.setattr(mcp_servers._McpServer, "_connected", fails)
   with pytest.raises(McpError, match="2 validation errors Input should be.* a string;") as caught:
     with opened(TROUBLES):
       pass

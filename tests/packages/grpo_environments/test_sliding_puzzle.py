@@ -15,7 +15,7 @@ from grpo_jax.types import FinishReason, Prompt
 BOARD = ((1, 2, 3), (4, 0, 5), (7, 8, 6))  # solved by: left, up.
 
 
-def act(action: str, board=BOARD) -> sliding_puzzle.Outcome:
+def act(action: str, board=BOARD) -> sliding_puzzle.MoveOutcome:
   return sliding_puzzle.act(board, f"I think. <action>{action}</action>")
 
 
@@ -202,7 +202,7 @@ def test_penalties_are_a_component_of_their_own():
   ]
 
 
-def test_answers_can_show_the_board_and_be_appended_as_they_stand():
+def test_answers_can_show_the_board_and_be_appended_unchanged():
   (result,) = play(["<action>up</action>"], show_board=True, observation_role=None)
   board = sliding_puzzle.render(((1, 2, 3), (4, 8, 5), (7, 0, 6)))
   answer = f"\n<environment>\nSlid tile 8 up.\n\n{board}\n</environment>\n"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_plan import collectives as hlo_collectives
+from grpo_plan import hlo_collectives
 
 PROGRAM = """\
 HloModule jit_run, num_partitions=8

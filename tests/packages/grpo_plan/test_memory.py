@@ -9,7 +9,7 @@ import pytest
 from grpo_jax.learn import sharding, train_step
 from grpo_jax.models import config as model_config
 from grpo_jax.models import gradient_sums, leaves, transformer
-from grpo_plan import architectures, asking, compiling, programs, search
+from grpo_plan import architectures, compiling, plan_request, programs, search
 
 TINY = model_config.ModelConfig("qwen2", 96, 32, 64, 2, 4, 2, 8, tie_embeddings=True, qkv_bias=True)
 
@@ -18,7 +18,7 @@ def run_of(model, *overrides):
   """Returns a run on one device that servers sample."""
   options = ["--config=configs/math_1b.py", "--config.engine.name=sglang", *overrides]
   mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
-  return programs.described(asking.config_of(options), model, mesh)
+  return programs.described(plan_request.config_of(options), model, mesh)
 
 
 def parameters(model):

@@ -16,10 +16,10 @@ from grpo_jax.config import configuration
 from grpo_jax.config.configuration import ConfigError
 from grpo_plan import (
   advice,
-  asking,
-  collectives,
   compiling,
+  hlo_collectives,
   plan,
+  plan_request,
   programs,
   report,
   roofline,
@@ -28,7 +28,7 @@ from grpo_plan import (
 )
 from grpo_plan.chips import CHIPS
 from grpo_plan.compiling import Compiled, Moved
-from grpo_plan.workload import Work
+from grpo_plan.workload import PhaseWork
 
 GIB = 2**30
 CONFIG = ["--config=configs/math_1b.py"]
@@ -41,9 +41,9 @@ def run(model, tmp_path_factory):
 
 
 def make(model, scratch, *overrides, machine="cpu:8"):
-  config = asking.config_of([*CONFIG, *overrides])
-  sizes, _ = asking.model_of(config, str(model), scratch)
-  return asking.run_of(config, sizes, topologies.parse(machine), scratch)
+  config = plan_request.config_of([*CONFIG, *overrides])
+  sizes, _ = plan_request.model_of(config, str(model), scratch)
+  return plan_request.run_of(config, sizes, topologies.parse(machine), scratch)
 
 
 def planned(run, *, room=100 * GIB, own=GIB, refused=(), searches=False, all_shapes=False):
@@ -104,7 +104,7 @@ ENTRY %main (p: f32[2]) -> f32[8] {
   ROOT %d = f32[2]{0} reduce-scatter(%b), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%add
 }
 """
-  kinds = [one.kind for one in collectives.collectives(text, devices=4)]
+  kinds = [one.kind for one in hlo_collectives.collectives(text, devices=4)]
   assert kinds == ["all-gather", "reduce-scatter", "reduce-scatter"]
 
 
@@ -118,7 +118,7 @@ ENTRY %main (p: f32[512]) -> f32[8] {
   ROOT %d = f32[8]{0} negate(%same)
 }
 """
-  found = collectives.largest(text)
+  found = hlo_collectives.largest(text)
   assert [(held.array.shape, held.source) for held in found[:2]] == [
     ((128,), "a/dot"),
     ((8,), "negate"),
@@ -137,7 +137,7 @@ ENTRY %main (p: bf16[28,64]) -> f32[8] {
   ROOT %d = f32[8]{0} negate(%f-done)
 }
 """  # noqa: E501
-  found = {held.array.shape: held.source for held in collectives.largest(text)}
+  found = {held.array.shape: held.source for held in hlo_collectives.largest(text)}
   assert found == {(28, 16): "all-gather", (1, 64): "a/dynamic_slice", (8,): "negate"} | (
     {(): "constant"}
   )
@@ -290,7 +290,7 @@ def test_a_machine_that_cannot_hold_the_state_says_how_many_could(run):
 def test_time_is_the_larger_of_compute_and_memory_plus_traffic():
   chip = CHIPS["h100"]
   moved = (Moved("all-gather", "fsdp", 460e9, 10e9, 1), Moved("all-reduce", "data", 40e9, 40e9, 1))
-  work = [Work("update", "update", 2.0, 16 * 989e12, 3.35e12 * 3)]
+  work = [PhaseWork("update", "update", 2.0, 16 * 989e12, 3.35e12 * 3)]
   made = {"update": Compiled("update", moved=moved)}
   (phase,) = roofline.phases(work, made, chip, devices=16, dtype="bfloat16")
   assert (phase.compute_s, phase.memory_s) == (pytest.approx(1), pytest.approx(3))

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from grpo_jax.building import computation
-from grpo_jax.compilation.programs import Job
+from grpo_jax.compilation.programs import CompileJob
 from grpo_jax.models import leaves, loading
-from grpo_plan import asking, programs, topologies
+from grpo_plan import plan_request, programs, topologies
 
 CONFIG = "--config=configs/math_1b.py"
 SMALL = {
@@ -22,9 +22,9 @@ SMALL = {
 
 def make(model, scratch, *overrides):
   """Returns a run of a tiny model on eight simulated devices."""
-  config = asking.config_of([CONFIG, *overrides])
-  sizes, _ = asking.model_of(config, str(model), scratch)
-  return asking.run_of(config, sizes, topologies.parse("cpu:8"), scratch)
+  config = plan_request.config_of([CONFIG, *overrides])
+  sizes, _ = plan_request.model_of(config, str(model), scratch)
+  return plan_request.run_of(config, sizes, topologies.parse("cpu:8"), scratch)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_a_run_that_samples_ahead_plans_own_copies_of_embedding_and_norm(
 def test_largest_shape_of_each_program_is_compiled_first():
   names = ["update 1 × 448 (448)", "update 3 × 2304 (2304)", "update 4 × 448 (999999)"]
   names += ["optimizer", "optimizer state", "sampling 8 rows", "sampling 64 rows"]
-  jobs = [Job(name, lambda: None) for name in [*names, "drift 8 × 9 (9)"]]
+  jobs = [CompileJob(name, lambda: None) for name in [*names, "drift 8 × 9 (9)"]]
   large, small = ([job.name for job in found] for found in (
     programs.largest(jobs), programs.smaller(jobs)))  # fmt: skip
   assert large == [names[1], "optimizer", "sampling 64 rows"]

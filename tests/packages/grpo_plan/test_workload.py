@@ -9,12 +9,12 @@ import pytest
 from jax.sharding import Mesh
 
 from grpo_jax.batching import packing
-from grpo_jax.compilation.programs import Job
+from grpo_jax.compilation.programs import CompileJob
 from grpo_jax.config import configuration
 from grpo_jax.models import leaves
-from grpo_plan import asking, compiling, programs, roofline, topologies, workload
+from grpo_plan import compiling, plan_request, programs, roofline, topologies, workload
 from grpo_plan.chips import CHIPS
-from grpo_plan.workload import Lengths, Work
+from grpo_plan.workload import Lengths, PhaseWork
 
 LENGTHS = Lengths(64, 128)
 
@@ -23,9 +23,11 @@ LENGTHS = Lengths(64, 128)
 def run(model, tmp_path_factory):
   """A run of 4 prompts in groups of 16, of a tiny model on eight simulated devices."""
   scratch = tmp_path_factory.mktemp("scratch")
-  config = asking.config_of(["--config=configs/math_1b.py", "--config.rollout.prompts_per_step=4"])
-  sizes, _ = asking.model_of(config, str(model), scratch)
-  return asking.run_of(config, sizes, topologies.parse("cpu:8"), scratch)
+  config = plan_request.config_of(
+    ["--config=configs/math_1b.py", "--config.rollout.prompts_per_step=4"]
+  )
+  sizes, _ = plan_request.model_of(config, str(model), scratch)
+  return plan_request.run_of(config, sizes, topologies.parse("cpu:8"), scratch)
 
 
 def changed(run, **values):
@@ -92,9 +94,9 @@ def lora_run(model, tmp_path_factory):
   """The run of `run` with an adapter of rank 8."""
   scratch = tmp_path_factory.mktemp("scratch")
   options = ["--config.rollout.prompts_per_step=4", "--config.model.lora.rank=8"]
-  config = asking.config_of(["--config=configs/math_1b.py", *options])
-  sizes, _ = asking.model_of(config, str(model), scratch)
-  return asking.run_of(config, sizes, topologies.parse("cpu:8"), scratch)
+  config = plan_request.config_of(["--config=configs/math_1b.py", *options])
+  sizes, _ = plan_request.model_of(config, str(model), scratch)
+  return plan_request.run_of(config, sizes, topologies.parse("cpu:8"), scratch)
 
 
 def test_an_update_computes_no_gradient_of_a_frozen_base(run, lora_run):
@@ -142,7 +144,7 @@ def test_rates_are_those_of_dense_bfloat16_and_of_one_direction():
 
 
 def test_the_peak_is_that_of_the_dtype():
-  chip, work = CHIPS["h100"], [Work("update", "update", 1.0, 989e12, 0.0)]
+  chip, work = CHIPS["h100"], [PhaseWork("update", "update", 1.0, 989e12, 0.0)]
   of = lambda dtype: roofline.phases(work, {}, chip, devices=1, dtype=dtype)[0].compute_s
   assert of("bfloat16") == pytest.approx(1)
   assert of("float32") == pytest.approx(989 / 67)
@@ -151,7 +153,7 @@ def test_the_peak_is_that_of_the_dtype():
 def job_of(function, **options):
   x = jax.ShapeDtypeStruct((256,), jnp.float32)
   lower = lambda: jax.jit(function, **options).lower(x)
-  return Job("update", lambda: None, lower=lower)
+  return CompileJob("update", lambda: None, lower=lower)
 
 
 def test_results_in_donated_arguments_take_no_memory_of_their_own():
@@ -181,5 +183,5 @@ def test_a_program_that_the_compiler_refuses_is_known_by_its_temporaries():
       raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: HLO temporaries (20.5G of 15.7G)")
 
   mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1), ("data", "fsdp", "tensor"))
-  found = compiling.compiled(Job("update", lambda: None, lower=Lowered), mesh)
+  found = compiling.compiled(CompileJob("update", lambda: None, lower=Lowered), mesh)
   assert (found.is_refused, found.temporaries) == (True, int(20.5 * 2**30))

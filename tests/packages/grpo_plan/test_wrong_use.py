@@ -8,7 +8,7 @@ import pytest
 from grpo_jax.commands import cli
 from grpo_jax.engines import jax_sampler
 from grpo_jax.models import sources
-from grpo_plan import asking, compiling, workload
+from grpo_plan import compiling, plan_request, workload
 from grpo_plan.compiling import Compiled
 
 CONFIG = "--config=configs/math_1b.py"
@@ -72,7 +72,7 @@ def test_weights_that_a_compiler_refuses_to_copy_do_not_fit(plan, monkeypatch):
   ("content", "words"),
   [
     (None, ["there is no such folder or file", "Qwen3-8B"]),
-    ('{"architectures": [', ["config.json: is not JSON"]),
+    ('{"architectures": [', ["config.json", "is not JSON"]),
     ("[1, 2]", ["must be a JSON object"]),
     ('"Qwen"', ["must be a JSON object"]),
     (b"\xff\xfe\x00", ["is not JSON"]),
@@ -161,7 +161,7 @@ def test_wrong_values_are_one_message(plan, words, message):
 
 
 def test_given_lengths_are_taken_and_the_other_is_made_to_fit():
-  config = asking.config_of([CONFIG])
+  config = plan_request.config_of([CONFIG])
   of = lambda **given: tuple(vars(workload.lengths(config, **given)).values())
   assert of() == (256, 256)
   assert of(prompt=500) == (500, 12) and of(completion=500) == (12, 500)
@@ -198,7 +198,7 @@ def test_a_refused_plan_leaves_no_file(plan, tmp_path):
   ],
 )
 def test_a_config_that_is_not_for_training_is_refused(plan, tmp_path, text, message):
-  file = tmp_path / "own.py"
+  file = tmp_path / "custom_functions.py"
   file.write_text(f"{text}\n")
   code, said = plan(f"--config={file}")
   assert code == 2 and message in said, said

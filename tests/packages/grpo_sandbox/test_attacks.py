@@ -15,7 +15,7 @@ import time
 import psutil
 import pytest
 
-from grpo_sandbox import inside
+from grpo_sandbox import fork_server
 from grpo_sandbox.launch import KINDS, Launcher, SandboxError
 from grpo_sandbox.supervise import Ending, Supervisor
 from tests import sandboxes
@@ -116,7 +116,7 @@ def test_memory_bomb_ends_at_the_limit(boxes, program):
   assert run(boxes, program).ending in (Ending.MEMORY, Ending.RAISED, Ending.DIED)
 
 
-def test_memory_that_no_limit_counts_cannot_be_had(boxes):
+def test_memory_that_no_limit_counts_is_not_available(boxes):
   output = run(
     boxes,
     """
@@ -335,7 +335,7 @@ def test_no_socket_can_be_opened(boxes):
       server.accept()
 
 
-def test_pair_of_sockets_cannot_be_turned_to_somebody_else(boxes, tmp_path):
+def test_pair_of_sockets_cannot_be_connected_to_another_process(boxes, tmp_path):
   path = str(tmp_path / "socket")
   with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
     server.bind(path)
@@ -380,7 +380,7 @@ def test_signals_cannot_be_sent_by_way_of_a_descriptor(boxes):
   assert output.text == "no\n" * 6 and is_alive
 
 
-def test_shared_memory_of_others_cannot_be_had_or_removed(boxes):
+def test_shared_memory_of_other_processes_can_be_neither_opened_nor_removed(boxes):
   output = run(
     boxes,
     """
@@ -587,11 +587,11 @@ def test_folder_says_nothing_of_the_program_before(boxes, note):
 def test_sandbox_whose_folder_keeps_something_is_given_up(tmp_path):
   folder = str(tmp_path / "mount")
   os.mkdir(folder)
-  inside.renew(folder, folder)
+  fork_server.renew(folder, folder)
   assert os.stat(folder).st_mtime == 0
   os.setxattr(folder, "user.note", b"x")
   with pytest.raises(OSError, match=r"keeps \['user.note'\]"):
-    inside.renew(folder, folder)
+    fork_server.renew(folder, folder)
 
 
 PACKAGES = """
@@ -648,7 +648,7 @@ def test_whole_standard_library_can_be_imported_and_its_caches_forgotten(boxes):
   assert run(boxes, program).text == "1\n"
 
 
-def test_ordinary_work_goes_on_under_the_filter(boxes):
+def test_ordinary_work_succeeds_under_the_filter(boxes):
   output = run(
     boxes,
     """
@@ -688,9 +688,9 @@ def test_sandboxes_end_with_the_trainer_that_is_killed(kind, tmp_path):
   sandboxes.need(kind)
   program = f"""
     import threading, time
-    from grpo_sandbox.launch import Launcher, Limits
+    from grpo_sandbox.launch import Launcher, ProcessLimits
     from grpo_sandbox.supervise import Supervisor
-    supervisor = Supervisor(Launcher({kind!r}, Limits(timeout_s=60)), workers=1)
+    supervisor = Supervisor(Launcher({kind!r}, ProcessLimits(timeout_s=60)), workers=1)
     supervisor.submit(supervisor.run, "while True: pass", "")
     while not supervisor.pids(): time.sleep(0.05)
     time.sleep(0.3)
@@ -722,7 +722,7 @@ def test_close_ends_a_program_in_the_middle():
   assert future.done() and not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_sandbox_that_cannot_be_had_is_refused_with_the_reason(monkeypatch):
+def test_sandbox_that_is_not_available_is_refused_with_the_reason(monkeypatch):
   monkeypatch.setenv("PATH", "/nonexistent")
   with pytest.raises(
     SandboxError, match=r"no program bwrap.*apt-get install bubblewrap.*docs/code"

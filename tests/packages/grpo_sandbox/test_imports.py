@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from grpo_sandbox.launch import KINDS, Launcher, Limits
+from grpo_sandbox.launch import KINDS, Launcher, ProcessLimits
 from tests.test_architecture import ROOT, imports_of
 
 SANDBOX = sorted((ROOT / "packages" / "grpo_sandbox").glob("*.py"))
@@ -21,6 +21,6 @@ def test_the_sandbox_imports_the_standard_library_and_itself(path):
 
 def test_an_unknown_kind_of_sandbox_is_refused_with_the_nearest():
   with pytest.raises(ValueError, match="'bublewrap' .did you mean 'bubblewrap'.*landlock"):
-    Launcher("bublewrap", Limits())
+    Launcher("bublewrap", ProcessLimits())
   text = (ROOT / "SECURITY.md").read_text()
   assert "| | " + " | ".join(f"`{kind}`" for kind in KINDS) + " |" in text

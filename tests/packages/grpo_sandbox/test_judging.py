@@ -572,7 +572,7 @@ def test_assertions_that_were_not_reached_have_failed(boxes):
     ("raise ValueError('at import')", Ending.OK),
   ],
 )
-def test_endings_are_told_apart(boxes, program, ending):
+def test_endings_are_distinguished(boxes, program, ending):
   verdict = check(boxes, program, "def check(candidate):\n  assert candidate(1) == 1")
   assert verdict.ending is ending and not verdict.is_correct
 

@@ -50,7 +50,7 @@ def run(tmp_path, monkeypatch, noticed):
         decode=fake_run.decode,
         sinks=("jsonl", {"name": name, **settings}),
         samples_every_steps=2,
-        screen=console.Screen(Console(quiet=True)),
+        screen=console.TrainingScreen(Console(quiet=True)),
       )
       fake_run.write_steps(logger, start, end, total=total)
       logger.write(end, {"eval/heldout/pass@1": 0.5})

@@ -1,0 +1,384 @@
+"""The sampler's work in progress: its queue, its rows, and their caches.
+
+The caches keep their planned sizes, so that a few programs serve all requests. Requests beyond the
+plan make them grow, to powers of two. An idle batcher starts again at the first column of the ring,
+so what it computes does not depend on earlier requests.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from grpo_jax.compilation.programs import CompileJob, Program, abstract
+from grpo_jax.engines import decoding, scheduling, stopping
+from grpo_jax.engines.base import Generation, GenerationRequest, SamplingParams
+from grpo_jax.engines.scheduling import RunningCompletion, SamplerSizes, Slot
+from grpo_jax.errors import ExpectedFailure
+
+_ANY_REQUEST = GenerationRequest("", np.zeros(1, np.int32), SamplingParams(1), 0)
+_REMEDY = "lower engine.max_rows, sampling.max_tokens or rollout.max_tokens"
+
+_decode = jax.jit(decoding.decode, static_argnames="options", donate_argnames="own")
+_prefill = jax.jit(decoding.prefill, static_argnames="options", donate_argnames="cache")
+_read_again = jax.jit(decoding.read_again, static_argnames="options", donate_argnames="own")
+_resize = jax.jit(decoding.resize, static_argnames=("options", "row_axis"))
+_empty_ring = jax.jit(decoding.empty_ring, static_argnums=(0, 1, 2, 3))
+_empty_pages = jax.jit(decoding.empty_pages, static_argnums=(0, 1, 2))
+
+
+class NonFiniteLogits(ExpectedFailure, FloatingPointError):
+  """The model returned NaN or infinite logits: its weights are damaged, or it has diverged."""
+
+
+@dataclasses.dataclass(slots=True)
+class Stats:
+  """Counts of what the sampler has computed since it was made."""
+
+  prefilled_prompts: int = 0
+  prefilled_tokens: int = 0  # without the last token of a prompt, which every row feeds itself.
+  decode_steps: int = 0
+  row_steps: int = 0  # decode steps × rows computed, including idle rows.
+  sampled_tokens: int = 0
+  recomputed_tokens: int = 0  # of prompts and completions that new weights have read again.
+
+
+class Programs:
+  """The programs of a sampler, with the executables that were compiled ahead."""
+
+  def __init__(self):
+    self.decode = Program(_decode, name="sampling", static=["options"], remedy=_REMEDY)
+    self.prefill = Program(_prefill, name="reading prompts", static=["options"], remedy=_REMEDY)
+    self.read_again = Program(
+      _read_again, name="reading completions again", static=["options"], remedy=_REMEDY
+    )
+
+  def jobs(
+    self, weights: Any, options: decoding.Options, sizes: SamplerSizes, *, reads_again: bool = False
+  ) -> list[CompileJob]:
+    """Returns the compilations that serve all requests within `sizes`.
+
+    Args:
+      weights: Shapes, dtypes and shardings of the weights.
+      options: Options of the programs.
+      sizes: Planned sizes.
+      reads_again: Whether new weights may have to read unfinished completions.
+    """
+    ring, pages = caches(options, sizes)
+    options = sizes.applied(options)
+    slot = Slot(pages=(0,), length=1)
+    layout = {"page": sizes.page, "pages": sizes.pages, "table": sizes.table}
+    chunks = scheduling.make_chunks([(np.zeros(1, np.int32), slot)], **layout, tokens=sizes.prefill)
+    chunk = abstract(next(chunks))
+    detail = f"{sizes.prefill} tokens"
+    jobs = [self.prefill.job(weights, pages, chunk, options=options, detail=detail)]
+    for count in scheduling.row_counts(sizes.rows):
+      rows = scheduling.make_rows([], count, {}, group=options.group, table=sizes.table)
+      arguments = (weights, pages, ring, abstract(rows), abstract(np.int32(0)))
+      jobs.append(self.decode.job(*arguments, options=options, detail=f"{count} rows"))
+    if reads_again:
+      begun = RunningCompletion(_ANY_REQUEST, None, b"", row=0, token_ids=[0])
+      pieces = next(scheduling.make_pieces([begun], {b"": slot}, **_layout(sizes), step=1))
+      arguments = (weights, pages, ring, abstract(pieces))
+      jobs.append(self.read_again.job(*arguments, options=options, detail=detail))
+    return jobs
+
+
+def _layout(sizes: SamplerSizes) -> dict[str, int]:
+  """Returns the sizes of a call of `decoding.read_again`."""
+  return {"tokens": sizes.prefill, "piece": sizes.piece, "table": sizes.table}
+
+
+def caches(options: decoding.Options, sizes: SamplerSizes) -> tuple[Any, Any]:
+  """Returns shapes, dtypes and shardings of the ring and of the pages.
+
+  Args:
+    options: Options of the calls.
+    sizes: Planned sizes.
+  """
+  options = sizes.applied(options)
+  ring = _described(_empty_ring, sizes.blocks, sizes.rows, sizes.columns, options)
+  return ring, _described(_empty_pages, sizes.pages, sizes.page, options)
+
+
+def _described(make: Any, *arguments: Any) -> Any:
+  """Returns shapes, dtypes and shardings of what `make` returns for static arguments."""
+  placed = make.lower(*arguments).compile().output_shardings
+  shapes = jax.eval_shape(lambda: make(*arguments))
+  place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+  return jax.tree.map(place, shapes, placed)
+
+
+class ContinuousBatcher:
+  """Computes the completions that are submitted to it."""
+
+  def __init__(
+    self,
+    options: decoding.Options,
+    *,
+    sizes: SamplerSizes,
+    decode_text: stopping.Decode | None,
+    stats: Stats,
+    programs: Programs,
+  ):
+    """Makes a batcher without caches; they are made for the first completions.
+
+    Args:
+      options: Options of the programs.
+      sizes: Planned sizes; a size of 0 follows the requests.
+      decode_text: Function from token ids to text, for stop strings.
+      stats: Counters of what is computed, updated by the batcher.
+      programs: Programs of the sampler.
+    """
+    self.options = options
+    self._sizes = sizes
+    self._counts = scheduling.row_counts(sizes.rows)
+    self._decode_text = decode_text
+    self._stats = stats
+    self._programs = programs
+    self._weights: decoding.SamplerWeights | None = None  # of the caches; None: an idle batcher.
+    self._waiting: collections.deque[RunningCompletion] = collections.deque()
+    self._active: list[RunningCompletion] = []
+    # by `RunningCompletion.key`; computed by the present weights.
+    self._slots: dict[bytes, Slot] = {}
+    self._step = 0  # number of the next decode step.
+    self._moves: list[tuple[int, int]] = []
+    self._rows = 0
+    self._own: decoding.Cache = []
+    self._prompts: decoding.Cache = []
+
+  @property
+  def is_idle(self) -> bool:
+    return not self._waiting and not self._active
+
+  def submit(self, completions: Sequence[RunningCompletion]) -> None:
+    """Appends completions to the queue."""
+    self._waiting.extend(completions)
+
+  def drop(self, is_unwanted: Callable[[Any], bool]) -> None:
+    """Drops the completions of owners that no longer want them."""
+    for completion in self._active:
+      if is_unwanted(completion.owner):
+        self._leave(completion)
+    self._active = [c for c in self._active if not is_unwanted(c.owner)]
+    self._waiting = collections.deque(c for c in self._waiting if not is_unwanted(c.owner))
+
+  def rest(self) -> None:
+    """Resets an idle session and keeps its caches."""
+    assert self.is_idle
+    self._slots, self._step, self._rows = {}, 0, 0
+    self._weights = None
+
+  def advance(self, weights: decoding.SamplerWeights, version: int) -> list[tuple[Any, Generation]]:
+    """Fills the rows, decodes one chunk, and returns (owner, generation) of what finished.
+
+    Args:
+      weights: Weights to sample with. If they are others than in the last chunk, they first read
+        all unfinished completions again.
+      version: Version of the weights.
+
+    Raises:
+      NonFiniteLogits: The model's logits are not finite.
+    """
+    self._take(weights)
+    self._admit(weights)
+    sampled, logprobs = self._decode_chunk(weights)
+    finished, unfinished = [], []
+    for completion in self._active:
+      count = int((sampled[completion.row] >= 0).sum())
+      generation = self._extend(
+        completion, sampled[completion.row, :count], logprobs[completion.row, :count], version
+      )
+      if generation is None:
+        unfinished.append(completion)
+      else:
+        finished.append((completion.owner, generation))
+        self._leave(completion)
+    self._active = unfinished
+    return finished
+
+  def tokens_of(self, owner: Any) -> int:
+    """Returns the number of tokens of an owner's unfinished completions."""
+    return sum(len(c.token_ids) for c in self._active if c.owner is owner)
+
+  def _extend(
+    self, completion: RunningCompletion, ids: np.ndarray, logprobs: np.ndarray, version: int
+  ) -> Generation | None:
+    """Adds sampled tokens to a completion; returns its generation if it is finished."""
+    if not np.isfinite(logprobs).all():
+      raise NonFiniteLogits(
+        f"request {completion.request.request_id!r}: the logits are not finite with weights of "
+        f"version {version}"
+      )
+    seen = len(completion.token_ids)
+    completion.token_ids += ids.tolist()
+    completion.logprobs += logprobs.tolist()
+    completion.weight_versions += [version] * len(ids)
+    kept, reason, matched = stopping.check(
+      completion.token_ids, seen, completion.request.sampling, self._decode_text
+    )
+    completion.keep(kept)
+    self._stats.sampled_tokens += kept - seen
+    return None if reason is None else completion.finished(reason, matched)
+
+  def _leave(self, completion: RunningCompletion) -> None:
+    self._slots[completion.key].users -= 1
+
+  def _take(self, weights: decoding.SamplerWeights) -> None:
+    """Makes the caches those of the weights, in place: no row and no page moves."""
+    is_new = self._weights is not None and self._weights is not weights
+    self._weights = weights
+    if not is_new:
+      return
+    prompts = {c.key: (c.request.prompt_ids[:-1], self._slots[c.key]) for c in self._active}
+    self._slots = {key: slot for key, (_, slot) in prompts.items()}
+    self._stats.recomputed_tokens += self._read_prompts(list(prompts.values()), weights)
+    layout = _layout(self._sizes)
+    options = self._sizes.applied(self.options)
+    for pieces in scheduling.make_pieces(self._active, self._slots, **layout, step=self._step):
+      arguments = (weights, self._prompts, self._own, pieces)
+      self._own = self._programs.read_again(*arguments, options=options)
+    self._stats.recomputed_tokens += sum(len(c.token_ids) for c in self._active)
+
+  def _admit(self, weights: decoding.SamplerWeights) -> None:
+    """Moves waiting completions into free rows, and prefills their prompts."""
+    self._release_slots({c.key for c in self._waiting})
+    self._fit_pages()
+    new, missing = [], []
+    while self._waiting and len(self._active) + len(new) < self._sizes.rows:
+      completion = self._waiting[0]
+      if completion.key not in self._slots:
+        if not self._take_pages(completion):
+          break  # until other completions have left.
+        missing.append(completion)
+      self._slots[completion.key].users += 1
+      new.append(self._waiting.popleft())
+    self._place(new)
+    self._fit_ring()
+    self._prefill_all([(c.request.prompt_ids[:-1], self._slots[c.key]) for c in missing], weights)
+
+  def _release_slots(self, wanted: set[bytes]) -> None:
+    """Frees pages that no row uses and that no waiting completion will use."""
+    self._slots = {k: slot for k, slot in self._slots.items() if slot.users or k in wanted}
+
+  def _take_pages(self, completion: RunningCompletion) -> bool:
+    """Reserves pages for a prompt; returns False if too few are free."""
+    length = len(completion.request.prompt_ids) - 1
+    needed = -(-length // self._sizes.page)
+    free = self._free_pages()
+    if len(free) < needed:
+      self._release_slots(set())
+      free = self._free_pages()
+    if len(free) < needed:
+      return False
+    self._slots[completion.key] = Slot(tuple(free[:needed]), length)
+    return True
+
+  def _free_pages(self) -> list[int]:
+    used = {page for slot in self._slots.values() for page in slot.pages}
+    return [page for page in range(self._sizes.pages) if page not in used]
+
+  def _place(self, new: list[RunningCompletion]) -> None:
+    """Assigns rows, in the smallest compiled number of rows; notes which rows must move."""
+    self._rows = scheduling.fitting(len(self._active) + len(new), self._counts)
+    taken = {c.row for c in self._active}
+    free = (row for row in range(self._rows) if row not in taken)
+    self._moves = []
+    for completion in self._active:
+      if completion.row >= self._rows:
+        row = next(free)
+        self._moves.append((completion.row, row))
+        completion.row = row
+    for completion in new:
+      completion.row = next(free)
+    self._active += new
+
+  def _fit_ring(self) -> None:
+    """Makes the ring, or a longer one if completions need it."""
+    chunk, columns = self.options.chunk, self._sizes.columns
+    longest = max(
+      min(len(c.token_ids) + chunk, c.request.sampling.max_tokens) for c in self._active
+    )
+    before, blocks = self._sizes.blocks, scheduling.power_of_two(-(-longest // columns))
+    blocks = blocks if blocks > before else before
+    if self._own and blocks == before:
+      return
+    self._sizes = dataclasses.replace(self._sizes, blocks=blocks)
+    if not self._own:
+      self._own = _empty_ring(blocks, self._sizes.rows, columns, self.options)
+    else:
+      places = scheduling.regrown(before, blocks, (self._step - 1) // columns)
+      self._own = _resize(self._own, places, options=self.options, row_axis=1)
+
+  def _fit_pages(self) -> None:
+    """Makes the pages, or more of them if waiting prompts exceed the plan."""
+    size = self._sizes.page
+    page_counts = {c.key: -(-(len(c.request.prompt_ids) - 1) // size) for c in self._waiting}
+    coming = sorted(n for key, n in page_counts.items() if key not in self._slots)
+    longest = max(page_counts.values(), default=0)
+    table, pages = self._sizes.table, self._sizes.pages
+    if longest > table or not table:
+      table = scheduling.power_of_two(longest)
+    if not self._sizes.is_planned:
+      in_use = sum(len(slot.pages) for slot in self._slots.values())
+      pages = max(pages, scheduling.power_of_two(in_use + sum(coming[-self._sizes.rows :])))
+    if pages < table:
+      pages = scheduling.power_of_two(table)
+    if self._prompts and pages == self._sizes.pages:
+      self._sizes = dataclasses.replace(self._sizes, table=table)
+      return
+    if self._prompts:
+      places = np.minimum(np.arange(pages, dtype=np.int32), self._sizes.pages - 1)
+      self._prompts = _resize(self._prompts, places, options=self.options)
+    else:
+      self._prompts = _empty_pages(pages, size, self.options)
+    self._sizes = dataclasses.replace(self._sizes, table=table, pages=pages)
+
+  def _prefill_all(
+    self, prompts: list[tuple[np.ndarray, Slot]], weights: decoding.SamplerWeights
+  ) -> None:
+    """Prefills prompts, given without their last token; empty ones need nothing."""
+    self._stats.prefilled_tokens += self._read_prompts(prompts, weights)
+    self._stats.prefilled_prompts += sum(len(ids) > 0 for ids, _ in prompts)
+
+  def _read_prompts(
+    self, prompts: list[tuple[np.ndarray, Slot]], weights: decoding.SamplerWeights
+  ) -> int:
+    """Computes the pages of prompts, as `_prefill_all`; returns the number of their tokens."""
+    prompts = [(ids, slot) for ids, slot in prompts if len(ids)]
+    if not prompts:
+      return 0
+    sizes = self._sizes
+    layout = {"page": sizes.page, "pages": sizes.pages, "table": sizes.table}
+    for chunk in scheduling.make_chunks(prompts, **layout, tokens=sizes.prefill):
+      options = sizes.applied(self.options)
+      self._prompts = self._programs.prefill(weights, self._prompts, chunk, options=options)
+    return sum(len(ids) for ids, _ in prompts)
+
+  def _decode_chunk(self, weights: decoding.SamplerWeights) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the tokens sampled in one chunk, [R chunk], padded with -1, and their logprobs."""
+    options = self._sizes.applied(self.options)
+    rows = scheduling.make_rows(
+      self._active,
+      self._rows,
+      self._slots,
+      group=options.group,
+      table=self._sizes.table,
+      moves=self._moves,
+      step=self._step,
+    )
+    stop_at = scheduling.leave_at(
+      len(self._active), self._rows, self._counts, is_waiting=bool(self._waiting)
+    )
+    self._own, sampled, logprobs = self._programs.decode(
+      weights, self._prompts, self._own, rows, np.int32(stop_at), options=options
+    )
+    sampled, logprobs = np.asarray(sampled), np.asarray(logprobs)
+    steps = int((sampled >= 0).sum(axis=1).max())
+    self._step += steps
+    self._stats.decode_steps += steps
+    self._stats.row_steps += steps * self._rows
+    return sampled, logprobs

@@ -1,0 +1,220 @@
+"""Layers that differ, and the named values of a block: Gemma 3 as oracle, and equalities."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from grpo_jax.models import config as model_config
+from grpo_jax.models import gradient_sums, layers, leaves, scanned_layers, transformer
+from grpo_jax.models.config import LayerKind, Rope
+from tests.models import tiny
+
+KINDS = (LayerKind(4), LayerKind(None, None), LayerKind(6, 1))
+
+
+def mixed(**options):
+  """Returns a model with two windows, two rotary tables and a layer without one."""
+  kinds = {"layer_kinds": KINDS, "further_ropes": (Rope(77.0),)}
+  return tiny.config(**{**kinds, **options})
+
+
+# Ours → transformers', in layer i of Gemma 3.
+GEMMA_NAMES = {
+  **model_config.FAMILIES_BY_NAME["qwen3"].LAYER_NAMES,
+  "post_attention_norm": "post_attention_layernorm.weight",
+  "mlp_norm": "pre_feedforward_layernorm.weight",
+  "post_mlp_norm": "post_feedforward_layernorm.weight",
+}
+
+
+def gemma():
+  """Returns transformers' tiny Gemma 3, our config and our parameters."""
+  sliding = "sliding_attention"
+  tables = {"full_attention": 50.0, sliding: 9.0}
+  settings = {
+    "head_dim": 4,
+    "query_pre_attn_scalar": 4,
+    "num_hidden_layers": 3,
+    "sliding_window": 5,
+    "layer_types": [sliding, "full_attention", sliding],
+    "rope_parameters": {
+      kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in tables.items()
+    },
+  }
+  config = transformers.Gemma3TextConfig(**{**tiny.SIZES, **settings})
+  model = transformers.Gemma3ForCausalLM(config).eval()
+  generator = torch.Generator().manual_seed(0)
+  with torch.no_grad():
+    for weight in model.parameters():
+      weight.copy_(torch.randn(weight.shape, generator=generator) * 0.15)
+  ours = tiny.config(
+    head_dim=4,
+    rope_theta=50.0,
+    further_ropes=(Rope(9.0),),
+    layer_kinds=(LayerKind(5, 1), LayerKind(), LayerKind(5, 1)),
+    activation="gelu_tanh",
+    norm_offset=1.0,
+    post_norms=True,
+    qk_norm=True,
+    embedding_scale=24**0.5,
+  )
+  found = {name: x.detach().numpy() for name, x in model.named_parameters()}
+  top = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight"}
+
+  def stacked(name, leaf):
+    parts = [found[f"model.layers.{i}.{GEMMA_NAMES[name]}"] for i in range(3)]
+    return jnp.asarray(np.stack([x.T if leaf.is_kernel else x for x in parts]))
+
+  tree = {name: jnp.asarray(found[of]) for name, of in top.items()}
+  own = {name: stacked(name, leaf) for name, leaf in leaves.layer(ours).items()}
+  return model, ours, {**tree, "layers": own}
+
+
+def test_named_values_describe_gemma():
+  model, config, params = gemma()
+  tokens = tiny.tokens((2, 23))
+  got = tiny.logits(params, config, *tiny.plain(tokens))
+  assert tiny.relative_error(got, tiny.hf_logits(model, tokens)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh", "silu"])
+def test_activations_are_those_of_transformers(name):
+  x = np.linspace(-6, 6, 101, dtype=np.float32)
+  ours = layers.ACTIVATIONS[model_config.ACTIVATIONS[name]]
+  wanted = transformers.activations.ACT2FN[name](torch.tensor(x)).numpy()
+  np.testing.assert_allclose(ours(jnp.asarray(x)), wanted, atol=2e-6)
+
+
+def test_every_activation_of_a_config_has_a_function():
+  assert set(model_config.ACTIVATIONS.values()) == set(layers.ACTIVATIONS)
+
+
+def packed_row():
+  """Returns a row of a prompt of 5 and completions of 9 and 8, and its two sequences."""
+  prompt, first, second = (tiny.tokens((n,), seed=n) for n in (5, 9, 8))
+  row = (
+    np.concatenate([prompt, first, second]),
+    np.concatenate([np.arange(5), 5 + np.arange(9), 5 + np.arange(8)]),
+    np.ones(22, int),
+    np.array([0] * 5 + [1] * 9 + [2] * 8),
+  )
+  sequences = [np.concatenate([prompt, each])[None] for each in (first, second)]
+  return [jnp.asarray(x)[None] for x in row], sequences
+
+
+def test_packed_rows_have_the_hidden_states_of_separate_rows():
+  config = mixed()
+  params = tiny.random_params(config)
+  row, (first, second) = packed_row()
+  apply = tiny.jit(transformer.Transformer(config).apply)
+  got = apply({"params": params}, *row)
+  hidden = [apply({"params": params}, *tiny.plain(s)) for s in (first, second)]
+  assert tiny.relative_error(got[:, :14], hidden[0]) < 1e-5
+  assert tiny.relative_error(got[:, 14:], hidden[1][:, 5:]) < 1e-5
+
+
+def test_prefill_and_gradients_in_place_know_the_kinds():
+  config = mixed()
+  params = tiny.random_params(config)
+  row, (first, _) = packed_row()
+
+  def loss(params, summed):
+    given = gradient_sums.attach(params, summed) if summed is not None else params
+    remat = "none" if summed is None else "full"
+    return jnp.sin(transformer.hidden_states(given, config, *row, remat=remat)).sum()
+
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  wanted = tiny.jit(jax.grad(lambda params: loss(params, None)))(params)
+  got = tiny.jit(jax.grad(lambda sums: loss(params, sums)))(zeros)
+  for mine, right in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+    np.testing.assert_allclose(mine, right, atol=2e-5 * np.abs(right).max())
+  inputs = tiny.plain(first)
+  hidden, _ = tiny.jit(lambda *inputs: transformer.prefill(params, config, *inputs))(*inputs)
+  plain = tiny.jit(lambda *inputs: transformer.hidden_states(params, config, *inputs))(*inputs)
+  assert tiny.relative_error(hidden, plain) < 1e-5
+
+
+def test_layers_that_are_alike_take_no_arrays():
+  position, ids = jnp.arange(4)[None], jnp.ones((1, 4), int)
+  for kinds in ((), (LayerKind(5),) * 3, (LayerKind(None, None),) * 3):
+    config = tiny.config(layer_kinds=kinds)
+    assert scanned_layers.kinds(config) == (None, None)
+    given = scanned_layers.tokens(config, position, ids, None)
+    assert (given.positions is None) == (config.kinds[0].window is None)
+    assert (
+      scanned_layers.view(config, given, scanned_layers.kinds(config)).window
+      == config.kinds[0].window
+    )
+
+
+def test_kinds_of_layers_add_no_program_and_no_layer():
+  """One scan whatever the kinds: its body is traced once, and is not unrolled."""
+  inputs = tiny.plain(tiny.tokens((1, 8)))
+
+  def text(count):
+    config = tiny.config(num_layers=count, layer_kinds=KINDS[:2] * (count // 2))
+    params = jax.eval_shape(lambda: tiny.random_params(config))
+    run = lambda params: transformer.hidden_states(params, config, *inputs)
+    return str(jax.make_jaxpr(run)(params))
+
+  assert text(8).count("dot_general") == text(2).count("dot_general")
+
+
+def test_statistics_of_layers_come_with_their_gradients():
+  """A router's loss, for instance, though no layer of today has one."""
+  weights, x = jnp.asarray([[2.0], [3.0]]), jnp.asarray([1.5])
+  zeros = jnp.zeros_like(weights)
+
+  def block(weight, x, given, kind):
+    del given, kind
+    return x * weight, {"balance": (weight * x) ** 2}
+
+  def loss(sums, x, run):
+    output, extras = run(gradient_sums.Stack(weights, sums), x)
+    return output.sum() + 0.1 * extras["balance"].sum()
+
+  def by_hand(weights, x):
+    one = weights[0] * x
+    two = weights[1] * one
+    return (two + 0.1 * (one**2 + two**2)).sum()
+
+  run = lambda stack, x: gradient_sums.run(block, stack, x, None)
+  got = jax.grad(loss, argnums=(0, 1))(zeros, x, run)
+  for mine, right in zip(got, jax.grad(by_hand, argnums=(0, 1))(weights, x), strict=True):
+    np.testing.assert_allclose(mine, right, rtol=1e-6)
+
+
+def test_outputs_have_a_place_for_statistics():
+  config = tiny.config()
+  params = jax.eval_shape(lambda: tiny.random_params(config))
+  run = lambda params: transformer.outputs(params, config, *tiny.plain(tiny.tokens((1, 4))))
+  found = jax.eval_shape(run, params)
+  assert found.hidden.shape == (1, 4, 24) and found.extras == {}
+
+
+def test_norms_start_at_one_whatever_their_offset():
+  config = tiny.config(norm_offset=1.0, post_norms=True)
+  params = transformer.init(jax.random.key(0), config)
+  for name in ("input_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm"):
+    np.testing.assert_array_equal(params["layers"][name], 0)
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"layer_kinds": KINDS[:2]}, "2 layer_kinds are given for 3 layers"),
+    ({"layer_kinds": (LayerKind(rope=1),) * 3}, "layer 0 has rope 1, but the model has 1 tables"),
+    ({"layer_kinds": (LayerKind(0),) * 3}, "window of layer 0 must be at least 1, got 0"),
+    ({"activation": "tanh"}, "unknown activation 'tanh'; have .*gelu_tanh.*silu"),
+  ],
+)
+def test_configs_that_do_not_fit_are_refused(options, message):
+  with pytest.raises(ValueError, match=message):
+    tiny.config(**options)
+
+
+def test_plain_kinds_of_all_layers_are_as_none():
+  assert tiny.config(layer_kinds=(LayerKind(),) * 3) == tiny.config()
