@@ -146,18 +146,19 @@ def measured(
     ahead: Whether all programs are compiled before the first step, and none later.
     shape: Shape of the microbatches.
   """
-  config = configs.base.get_config()
+  edited = configs.base.get_config()
   path = str(model)
   taught = {"teacher.path": path} if case.is_taught else {}
-  config.update_from_flattened_dict({**BASE, "model.path": path, **case.settings, **taught})
+  edited.update_from_flattened_dict({**BASE, "model.path": path, **case.settings, **taught})
+  config = typed(edited)
   mesh = sharding.make_mesh(**dict(zip(sharding.AXES, case.sizes, strict=True)), devices=devices)
-  of_teacher = distillation_teacher.find(typed(config), model, mesh)
+  of_teacher = distillation_teacher.find(config, model, mesh)
   made = dataclasses.replace(
     computation.make(
       config,
       loading.read_config(model),
       mesh,
-      run_options.objective(typed(config)),
+      run_options.objective(config),
       teacher=of_teacher and of_teacher.config,
     ),
     shapes=(shape,),
