@@ -49,6 +49,48 @@ HARMLESS = (
 )
 
 
+def before_model(config: Config, mesh: Mesh) -> None:
+  """Logs what the run computes on, and checks all that needs no model, which may be a download.
+
+  Raises:
+    ConfigError: A kernel cannot run here, or SGLang servers cannot be started.
+  """
+  log_devices(mesh)
+  check_kernels(config, mesh)
+  products = precision.resolve(config.model.matmul_precision, config.model.compute_dtype)
+  _log.info(precision.describe(products, _chip(mesh).platform))
+  log_lengths(config)
+  _check_engine(config)
+
+
+def check_model(config: Config, mesh: Mesh, model: loading.ModelFacts) -> None:
+  """Raises ConfigError for a model with which the options cannot work; see `check_split`."""
+  check_context(config, model)
+  check_split(mesh, model)
+
+
+def check_prompts(
+  config: Config,
+  tokenizer: data.Tokenizer,
+  factories: environments.Environments,
+  sets: Sequence[Sequence[Prompt]],
+) -> None:
+  """Checks, before anything is sampled, that the model can be asked and answered.
+
+  Args:
+    config: Config of the run.
+    tokenizer: Tokenizer with the chat template.
+    factories: Environments by name.
+    sets: Prompts of each dataset.
+
+  Raises:
+    ConfigError: The calls of declared tools could not be read, or the template cannot write a role
+      that an environment declares.
+  """
+  _check_tool_form(tokenizer, sets)
+  _check_conversations(config, tokenizer, factories, sets)
+
+
 def log_devices(mesh: Mesh) -> None:
   """Says in one line what the run computes on, and warns of a GPU or TPU that JAX does not use."""
   devices = list(mesh.devices.flat)
@@ -67,31 +109,27 @@ def log_devices(mesh: Mesh) -> None:
     )
 
 
-def check_head(config: Config, mesh: Mesh) -> None:
-  """Raises ConfigError, before anything is loaded, for a `model.logprobs` that cannot run here."""
-  if config.model.logprobs is None:
-    return
-  try:
-    with precision.scope(matmul_precision(config)):
-      choice.pick(config.model.logprobs, chip(mesh), dtype=config.model.compute_dtype, width=0)
-  except (ValueError, NotImplementedError) as error:
-    raise configuration.ConfigError(f"model.logprobs: {error}") from error
+def check_kernels(config: Config, mesh: Mesh) -> None:
+  """Raises ConfigError for a `model.logprobs` or `model.attention` that cannot run here."""
+  if config.model.logprobs is not None:
+    try:
+      dtype = config.model.compute_dtype
+      with precision.scope(precision.resolve(config.model.matmul_precision, dtype)):
+        choice.pick(config.model.logprobs, _chip(mesh), dtype=dtype, width=0)
+    except (ValueError, NotImplementedError) as error:
+      raise configuration.ConfigError(f"model.logprobs: {error}") from error
+  check_attention(config, mesh)
 
 
 def check_attention(config: Config, mesh: Mesh) -> None:
-  """Raises ConfigError, before anything is loaded, for a `model.attention` that cannot run here."""
+  """Raises ConfigError for a `model.attention` that cannot run here."""
   try:
-    attention_choice.pick(config.model.attention, chip(mesh), dtype=config.model.compute_dtype)
+    attention_choice.pick(config.model.attention, _chip(mesh), dtype=config.model.compute_dtype)
   except (ValueError, NotImplementedError) as error:
     raise configuration.ConfigError(f"model.attention: {error}") from error
 
 
-def matmul_precision(config: Config) -> str | None:
-  """Returns the precision of all float32 products of the run."""
-  return precision.resolve(config.model.matmul_precision, config.model.compute_dtype)
-
-
-def chip(mesh: Mesh) -> choice.Chip:
+def _chip(mesh: Mesh) -> choice.Chip:
   """Returns the kind of chip that the run computes on."""
   return choice.chip_of(mesh.devices.flat[0])
 
@@ -141,7 +179,7 @@ def check_split(mesh: Mesh, model: loading.ModelFacts) -> None:
     )
 
 
-def check_engine(config: Config) -> None:
+def _check_engine(config: Config) -> None:
   """Raises ConfigError, before a model is found, if SGLang servers cannot be started here."""
   sglang = config.engine.sglang
   runs_others = sglang.addresses or sglang.command
@@ -204,7 +242,7 @@ def has_weights(sets: Sequence[Sequence[Prompt]]) -> bool:
   return any(p.weight not in (0, 1) for p in tried) or batching.has_weights(recorded)
 
 
-def check_tool_form(tokenizer: data.Tokenizer, sets: Sequence[Sequence[Prompt]]) -> None:
+def _check_tool_form(tokenizer: data.Tokenizer, sets: Sequence[Sequence[Prompt]]) -> None:
   """Raises ConfigError if the calls of declared tools could not be read."""
   if data.tool_form_of(tokenizer) is not None:
     return
@@ -218,24 +256,15 @@ def check_tool_form(tokenizer: data.Tokenizer, sets: Sequence[Sequence[Prompt]])
     )
 
 
-def check_conversations(
+def _check_conversations(
   config: Config,
   tokenizer: data.Tokenizer,
   factories: environments.Environments,
   sets: Sequence[Sequence[Prompt]],
 ) -> None:
-  """Checks, before anything is sampled, that the chat template can write what environments answer.
+  """Checks that the chat template can write what environments answer.
 
   Warns where an environment does not declare the roles of its answers.
-
-  Args:
-    config: Config of the run.
-    tokenizer: Tokenizer with the chat template.
-    factories: Environments by name.
-    sets: Prompts of each dataset, whose tools are checked as well.
-
-  Raises:
-    ConfigError: The template cannot write a role that an environment declares.
   """
   if modes.is_offline(config) or config.rollout.max_turns == 1:
     return

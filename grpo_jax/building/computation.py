@@ -39,7 +39,6 @@ from grpo_jax.models.products import Products
 from grpo_jax.processes import arrays
 from grpo_jax.rl import estimators, objectives
 from grpo_jax.types import Batch, TrainState
-from grpo_jax.values import options
 
 # Sizes of recorded groups, whose maximum is unknown; larger groups compile when they appear.
 _RECORDED_WIDTHS = (2, 4, 8, 16, 32, 64)
@@ -444,7 +443,7 @@ def truncation_of(config: Config, num_valid: int | None = None) -> Truncation | 
     config: Config of the run.
     num_valid: Number of token ids that the tokenizer has; None: those of the model.
   """
-  sampling = SamplingParams(**options.values(config.sampling))
+  sampling = SamplingParams.of(config.sampling)
   if modes.is_offline(config) or not sampling.reports_truncated:
     return None
   is_sglang = config.engine.name == "sglang"

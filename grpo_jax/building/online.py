@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from grpo_kernels.attention import Attention
@@ -21,6 +21,7 @@ from grpo_jax.config import (
 from grpo_jax.config.options import Config
 from grpo_jax.engines.base import Engine, SamplingParams
 from grpo_jax.engines.jax_sampler import JaxSampler
+from grpo_jax.engines.options import SamplingOptions
 from grpo_jax.engines.server_process import ServerError
 from grpo_jax.engines.transfer import TransferError
 from grpo_jax.learn.group_scoring import GroupScorer
@@ -78,7 +79,7 @@ class Online:
       dependencies.environments,
       dependencies.tokenizer,
       group_size=config.rollout.group_size,
-      sampling=sampling(options.values(config.sampling)),
+      sampling=sampling(config.sampling),
       seed=config.seed,
       limits=limits,
       progress=dependencies.logger.progress,
@@ -162,8 +163,8 @@ def _engine(
 
 
 def sampling_params(
-  settings: Mapping[str, Any], *, tokenizer: data.Tokenizer, model: loading.ModelFacts
+  settings: SamplingOptions, *, tokenizer: data.Tokenizer, model: loading.ModelFacts
 ) -> SamplingParams:
   """Adds the ids that end a completion: all those named by the tokenizer and the model's files."""
   named = Fields(model.generation, "generation_config.json").ids("eos_token_id")
-  return SamplingParams(**settings, stop_ids=tuple(sorted({*tokenizer.stop_ids, *named})))
+  return SamplingParams.of(settings, tuple(sorted({*tokenizer.stop_ids, *named})))

@@ -24,7 +24,7 @@ from grpo_jax.building import (
   stored,
 )
 from grpo_jax.building.training_mode import TrainingMode
-from grpo_jax.compilation import compiling, precision
+from grpo_jax.compilation import compiling
 from grpo_jax.config import device_options, modes, run_options
 from grpo_jax.config.options import Config
 from grpo_jax.engines.base import Engine
@@ -86,21 +86,14 @@ def prepare(
   stack.enter_context(compilations.listening())
   agreements.check_start(config)
   mesh = device_options.trainer_mesh(config)
-  checks.log_devices(mesh)
-  checks.check_head(config, mesh)
-  checks.check_attention(config, mesh)
-  platform = checks.chip(mesh).platform
-  _log.info(precision.describe(checks.matmul_precision(config), platform))
-  checks.log_lengths(config)
-  checks.check_engine(config)
+  checks.before_model(config, mesh)
   mode = mode_of(config)
   made = stack.enter_context(groups.make_environments(config))
   evaluation_sets.check_sources(config)
   found = policy_model.find_alike(config)
   config = policy_model.with_fallback(config, found)
   model = loading.read_facts(found.folder)
-  checks.check_context(config, model)
-  checks.check_split(mesh, model)
+  checks.check_model(config, mesh, model)
   adapter.check(config, model)
   tokenizer = policy_model.load_tokenizer(config, found.folder)
   config = policy_model.with_template(config)
@@ -117,8 +110,7 @@ def prepare(
   if modes.needs_environments(config):
     sets = [*first, *held_out.values()]
     checks.check_scorable(config, sets, made)
-    checks.check_tool_form(tokenizer, sets)
-    checks.check_conversations(config, tokenizer, made, sets)
+    checks.check_prompts(config, tokenizer, made, sets)
   for prompt in first[0][:1]:
     screen.prompt(prompt)
   return Inputs(

@@ -1,5 +1,6 @@
 """Makes the checked options of a run's parts from the sections of a config, and validates it."""
 
+import dataclasses
 import pathlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from grpo_jax.config.own_functions import name_or_function
 from grpo_jax.data import group_options
 from grpo_jax.engines import launching
 from grpo_jax.engines.base import SamplingParams
+from grpo_jax.engines.options import SamplingOptions
 from grpo_jax.engines.sglang_options import SGLangOptions
 from grpo_jax.files import local_paths, remote
 from grpo_jax.groups import filters, shaping
@@ -113,8 +115,8 @@ def _broken_rules(config: Config, devices: Sequence[Any] | None) -> Iterator[str
   yield from sinks.problems(config.logging.sinks, config.logging.wandb)
   yield from _refused(lambda: filters.apply((), **options.values(config.filters)))
   yield from _unlearnable(config)
-  yield from _refused(lambda: SamplingParams(**options.values(config.sampling)))
-  yield from _refused(lambda: SamplingParams(**evaluation_sampling(config)))
+  yield from _refused(lambda: SamplingParams.of(config.sampling))
+  yield from _refused(lambda: SamplingParams.of(evaluation_sampling(config)))
   yield from _sampling_problems(config)
   yield from _refused(lambda: optimizer(config))
   if config.sampling.temperature <= 0:
@@ -169,8 +171,8 @@ def _sampling_problems(config: Config) -> Iterator[str]:
       yield "sampling.logprobs='truncated' needs completions that are sampled: mode='online'"
     return
   try:
-    sampling = SamplingParams(**options.values(config.sampling))
-    SamplingParams(**evaluation_sampling(config))
+    sampling = SamplingParams.of(config.sampling)
+    SamplingParams.of(evaluation_sampling(config))
   except (TypeError, ValueError):
     return  # already reported.
   if not sampling.reports_truncated:
@@ -352,7 +354,7 @@ def sampler_sizes(config: Config) -> dict[str, Any]:
   has_conversations = batching_options.has_conversations(config)
   is_simple = not has_conversations and not config.data.datasets
   longest_prompt = min(longest, config.data.max_prompt_tokens) if is_simple else longest
-  of_evaluation = evaluation_sampling(config)["max_tokens"]
+  of_evaluation = evaluation_sampling(config).max_tokens
   return {
     "max_rows": rows,
     "prompt_tokens": max(longest_prompt, 1),
@@ -363,10 +365,10 @@ def sampler_sizes(config: Config) -> dict[str, Any]:
   }
 
 
-def evaluation_sampling(config: Config) -> dict[str, Any]:
-  """Returns the fields of `SamplingParams` for evaluations, from which nothing is learned."""
+def evaluation_sampling(config: Config) -> SamplingOptions:
+  """Returns how evaluations sample; nothing is learned from them."""
   own = {name: x for name, x in config.evaluation.sampling.items() if x is not None}
-  return {**options.values(config.sampling), "logprobs": "full", **own}
+  return dataclasses.replace(config.sampling, **{"logprobs": "full", **own})
 
 
 def resolved(config: ConfigDict | Config) -> Config:

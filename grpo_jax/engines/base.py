@@ -44,6 +44,15 @@ class SamplingParams(SamplingOptions):
   def __post_init__(self):
     checked.require(_KINDS, checked.fields_of(self), of="sampling")
 
+  @classmethod
+  def of(cls, sampling: SamplingOptions, stop_ids: tuple[int, ...] = ()) -> "SamplingParams":
+    """Returns the sampling of a section of the config, with the ids that end a completion.
+
+    Raises:
+      ValueError: An option has a wrong value.
+    """
+    return cls(**options.values(sampling), stop_ids=stop_ids)
+
   @property
   def is_truncated(self) -> bool:
     """Whether top-k, top-p or min-p may exclude tokens."""

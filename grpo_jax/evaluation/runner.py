@@ -146,9 +146,7 @@ class _Model:
     config = groups.with_conversations(config, factories)
     held_out = self._held_out(config, tokenizer, groups.with_tools(data.open_dataset, factories))
     _check_scorable(held_out, factories)
-    sets = list(held_out.values())
-    checks.check_tool_form(tokenizer, sets)
-    checks.check_conversations(config, tokenizer, factories, sets)
+    checks.check_prompts(config, tokenizer, factories, list(held_out.values()))
     engine = stored_engine.start(config, opened, stack, folder=self.folder, stop=self.stop)
     sampling = run_options.evaluation_sampling(config)
     log = evaluation_log.EvaluationLog(
@@ -291,7 +289,7 @@ def _prepared(
     raise ConfigError(_NOTHING_HELD_OUT)
   if is_offline:
     return config
-  settings = SamplingParams(**run_options.evaluation_sampling(config))
+  settings = SamplingParams.of(run_options.evaluation_sampling(config))
   if config.evaluation.group_size > 1 and settings.temperature == 0:
     raise ConfigError(
       f"{config.evaluation.group_size} samples of each prompt at temperature 0 are all the same:"

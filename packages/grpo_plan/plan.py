@@ -1,11 +1,14 @@
 """A plan: whether a run fits a machine, what it moves, and how long a step takes at least."""
 
 import dataclasses
+import pathlib
 from collections.abc import Callable
-from typing import Any
+
+from jax.sharding import Mesh
 
 from grpo_jax.building import checks
 from grpo_jax.compilation.programs import CompileJob
+from grpo_jax.config.options import Config
 from grpo_jax.learn import sharding
 from grpo_jax.models import loading
 from grpo_plan import programs, roofline, search, workload
@@ -172,14 +175,11 @@ def _point(need: Need, rows: int, row_tokens: int) -> Point:
   return Point(rows, row_tokens, need.peak, need.compiled.is_refused)
 
 
-def check(run_config: Any, mesh: Any, folder: Any) -> None:
+def check(config: Config, mesh: Mesh, folder: pathlib.Path) -> None:
   """Refuses what the run would refuse of its model and mesh.
 
   Raises:
     ConfigError: The mesh does not divide the model, or completions exceed its context.
   """
-  checks.check_head(run_config, mesh)
-  checks.check_attention(run_config, mesh)
-  model = loading.read_facts(folder)
-  checks.check_context(run_config, model)
-  checks.check_split(mesh, model)
+  checks.check_kernels(config, mesh)
+  checks.check_model(config, mesh, loading.read_facts(folder))

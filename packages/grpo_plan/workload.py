@@ -8,12 +8,12 @@ import collections
 import dataclasses
 import inspect
 import math
-from typing import Any
 
 import jax
 
 from grpo_jax.batching import packing
 from grpo_jax.config import batching_options
+from grpo_jax.config.options import Config
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.models import leaves
 from grpo_jax.models.config import ModelConfig
@@ -54,7 +54,7 @@ class PhaseWork:
   bytes: float
 
 
-def lengths(config: Any, *, prompt: int | None = None, completion: int | None = None) -> Lengths:
+def lengths(config: Config, *, prompt: int | None = None, completion: int | None = None) -> Lengths:
   """Returns the assumed lengths; where none is given, half of the largest that the config allows.
 
   Args:

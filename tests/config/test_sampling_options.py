@@ -36,7 +36,7 @@ def test_an_evaluation_may_change_options_that_the_base_config_does_not_list():
     ["--config=base", "--config.evaluation.sampling.stop_strings=a,b", "--config.sampling.top_k=3"]
   )
   config = typed(command.config)
-  sampling = SamplingParams(**run_options.evaluation_sampling(config))
+  sampling = SamplingParams.of(run_options.evaluation_sampling(config))
   assert (sampling.stop_strings, sampling.top_k) == (("a", "b"), 3) and not complaints()
   in_file = configs.base.get_config()
   in_file.evaluation.sampling.stop_strings = ("a", "b")
@@ -85,7 +85,7 @@ def test_the_trainer_takes_the_filters_of_the_sampling(options, expected):
   found = computation.truncation_of(typed(config), 300)
   values = found and (found.top_k, found.top_p, found.min_p, found.num_valid, found.is_joint)
   assert values == expected
-  evaluation = SamplingParams(**run_options.evaluation_sampling(typed(config)))
+  evaluation = SamplingParams.of(run_options.evaluation_sampling(typed(config)))
   assert not evaluation.reports_truncated
 
 
