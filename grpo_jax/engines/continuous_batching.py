@@ -14,7 +14,14 @@ import jax
 import numpy as np
 
 from grpo_jax.compilation.programs import CompileJob, Program, abstract
-from grpo_jax.engines import decoding, scheduling, stopping
+from grpo_jax.engines import (
+  decoding,
+  kv_cache,
+  sampler_inputs,
+  sampler_weights,
+  scheduling,
+  stopping,
+)
 from grpo_jax.engines.base import Generation, GenerationRequest, SamplingParams
 from grpo_jax.engines.scheduling import RunningCompletion, SamplerSizes, Slot
 from grpo_jax.errors import ExpectedFailure
@@ -25,9 +32,9 @@ _REMEDY = "lower engine.max_rows, sampling.max_tokens or rollout.max_tokens"
 _decode = jax.jit(decoding.decode, static_argnames="options", donate_argnames="own")
 _prefill = jax.jit(decoding.prefill, static_argnames="options", donate_argnames="cache")
 _read_again = jax.jit(decoding.read_again, static_argnames="options", donate_argnames="own")
-_resize = jax.jit(decoding.resize, static_argnames=("options", "row_axis"))
-_empty_ring = jax.jit(decoding.empty_ring, static_argnums=(0, 1, 2, 3))
-_empty_pages = jax.jit(decoding.empty_pages, static_argnums=(0, 1, 2))
+_resize = jax.jit(kv_cache.resize, static_argnames=("options", "row_axis"))
+_empty_ring = jax.jit(kv_cache.empty_ring, static_argnums=(0, 1, 2, 3))
+_empty_pages = jax.jit(kv_cache.empty_pages, static_argnums=(0, 1, 2))
 
 
 class NonFiniteLogits(ExpectedFailure, FloatingPointError):
@@ -57,7 +64,12 @@ class Programs:
     )
 
   def jobs(
-    self, weights: Any, options: decoding.Options, sizes: SamplerSizes, *, reads_again: bool = False
+    self,
+    weights: Any,
+    options: sampler_inputs.Options,
+    sizes: SamplerSizes,
+    *,
+    reads_again: bool = False,
   ) -> list[CompileJob]:
     """Returns the compilations that serve all requests within `sizes`.
 
@@ -92,7 +104,7 @@ def _layout(sizes: SamplerSizes) -> dict[str, int]:
   return {"tokens": sizes.prefill, "piece": sizes.piece, "table": sizes.table}
 
 
-def caches(options: decoding.Options, sizes: SamplerSizes) -> tuple[Any, Any]:
+def caches(options: sampler_inputs.Options, sizes: SamplerSizes) -> tuple[Any, Any]:
   """Returns shapes, dtypes and shardings of the ring and of the pages.
 
   Args:
@@ -117,7 +129,7 @@ class ContinuousBatcher:
 
   def __init__(
     self,
-    options: decoding.Options,
+    options: sampler_inputs.Options,
     *,
     sizes: SamplerSizes,
     decode_text: stopping.Decode | None,
@@ -139,7 +151,8 @@ class ContinuousBatcher:
     self._decode_text = decode_text
     self._stats = stats
     self._programs = programs
-    self._weights: decoding.SamplerWeights | None = None  # of the caches; None: an idle batcher.
+    # of the caches; None: an idle batcher.
+    self._weights: sampler_weights.SamplerWeights | None = None
     self._waiting: collections.deque[RunningCompletion] = collections.deque()
     self._active: list[RunningCompletion] = []
     # by `RunningCompletion.key`; computed by the present weights.
@@ -147,8 +160,8 @@ class ContinuousBatcher:
     self._step = 0  # number of the next decode step.
     self._moves: list[tuple[int, int]] = []
     self._rows = 0
-    self._own: decoding.Cache = []
-    self._prompts: decoding.Cache = []
+    self._own: kv_cache.Cache = []
+    self._prompts: kv_cache.Cache = []
 
   @property
   def is_idle(self) -> bool:
@@ -172,7 +185,9 @@ class ContinuousBatcher:
     self._slots, self._step, self._rows = {}, 0, 0
     self._weights = None
 
-  def advance(self, weights: decoding.SamplerWeights, version: int) -> list[tuple[Any, Generation]]:
+  def advance(
+    self, weights: sampler_weights.SamplerWeights, version: int
+  ) -> list[tuple[Any, Generation]]:
     """Fills the rows, decodes one chunk, and returns (owner, generation) of what finished.
 
     Args:
@@ -227,7 +242,7 @@ class ContinuousBatcher:
   def _leave(self, completion: RunningCompletion) -> None:
     self._slots[completion.key].users -= 1
 
-  def _take(self, weights: decoding.SamplerWeights) -> None:
+  def _take(self, weights: sampler_weights.SamplerWeights) -> None:
     """Makes the caches those of the weights, in place: no row and no page moves."""
     is_new = self._weights is not None and self._weights is not weights
     self._weights = weights
@@ -243,7 +258,7 @@ class ContinuousBatcher:
       self._own = self._programs.read_again(*arguments, options=options)
     self._stats.recomputed_tokens += sum(len(c.token_ids) for c in self._active)
 
-  def _admit(self, weights: decoding.SamplerWeights) -> None:
+  def _admit(self, weights: sampler_weights.SamplerWeights) -> None:
     """Moves waiting completions into free rows, and prefills their prompts."""
     self._release_slots({c.key for c in self._waiting})
     self._fit_pages()
@@ -338,14 +353,14 @@ class ContinuousBatcher:
     self._sizes = dataclasses.replace(self._sizes, table=table, pages=pages)
 
   def _prefill_all(
-    self, prompts: list[tuple[np.ndarray, Slot]], weights: decoding.SamplerWeights
+    self, prompts: list[tuple[np.ndarray, Slot]], weights: sampler_weights.SamplerWeights
   ) -> None:
     """Prefills prompts, given without their last token; empty ones need nothing."""
     self._stats.prefilled_tokens += self._read_prompts(prompts, weights)
     self._stats.prefilled_prompts += sum(len(ids) > 0 for ids, _ in prompts)
 
   def _read_prompts(
-    self, prompts: list[tuple[np.ndarray, Slot]], weights: decoding.SamplerWeights
+    self, prompts: list[tuple[np.ndarray, Slot]], weights: sampler_weights.SamplerWeights
   ) -> int:
     """Computes the pages of prompts, as `_prefill_all`; returns the number of their tokens."""
     prompts = [(ids, slot) for ids, slot in prompts if len(ids)]
@@ -358,7 +373,7 @@ class ContinuousBatcher:
       self._prompts = self._programs.prefill(weights, self._prompts, chunk, options=options)
     return sum(len(ids) for ids, _ in prompts)
 
-  def _decode_chunk(self, weights: decoding.SamplerWeights) -> tuple[np.ndarray, np.ndarray]:
+  def _decode_chunk(self, weights: sampler_weights.SamplerWeights) -> tuple[np.ndarray, np.ndarray]:
     """Returns the tokens sampled in one chunk, [R chunk], padded with -1, and their logprobs."""
     options = self._sizes.applied(self.options)
     rows = scheduling.make_rows(

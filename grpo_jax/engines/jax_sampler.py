@@ -28,7 +28,16 @@ from jax.sharding import Mesh, NamedSharding
 from grpo_jax import registry
 from grpo_jax.compilation import host_memory, precision
 from grpo_jax.compilation.programs import CompileJob
-from grpo_jax.engines import base, decoding, local_weights, merge_rounding, scheduling, stopping
+from grpo_jax.engines import (
+  base,
+  kv_cache,
+  local_weights,
+  merge_rounding,
+  sampler_inputs,
+  sampler_weights,
+  scheduling,
+  stopping,
+)
 from grpo_jax.engines.continuous_batching import ContinuousBatcher, Programs, Stats, caches
 from grpo_jax.engines.generate_call import GenerateCall
 from grpo_jax.engines.options import EngineOptions
@@ -119,7 +128,7 @@ class JaxSampler:
     self._max_length = max_length or config.max_position_embeddings
     self._warn_of_truncation = warn_of_truncation and not report_truncated_logprobs
     self._copy_weights = copy_weights
-    self._options = decoding.Options(
+    self._options = sampler_inputs.Options(
       config=config,
       products=Products(compute_dtype, product_dtype),
       chunk=chunk_tokens,
@@ -139,7 +148,7 @@ class JaxSampler:
     self._session: ContinuousBatcher | None = None  # used by the worker thread while it runs.
     self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jax_sampler")
     self._lock = threading.Lock()  # guards all below.
-    self._weights: decoding.SamplerWeights | None = None
+    self._weights: sampler_weights.SamplerWeights | None = None
     self._kept: _Kept | None = None  # None: unless unmerged.
     self._sync_bytes: int | None = None
     self._version = -1
@@ -230,7 +239,7 @@ class JaxSampler:
       own = self._programs.jobs(weights, options, self._sizes, reads_again=self._in_flight_updates)
     return [*first, *own]
 
-  def described(self, params: Any) -> tuple[decoding.SamplerWeights, tuple[Any, Any]]:
+  def described(self, params: Any) -> tuple[sampler_weights.SamplerWeights, tuple[Any, Any]]:
     """Describes what lies in memory while completions of the planned sizes are sampled.
 
     Args:
@@ -244,16 +253,18 @@ class JaxSampler:
     with self._at_home():
       return weights, caches(options, self._sizes)
 
-  def _described(self, params: Any) -> tuple[decoding.SamplerWeights, decoding.Options]:
+  def _described(
+    self, params: Any
+  ) -> tuple[sampler_weights.SamplerWeights, sampler_inputs.Options]:
     """Returns shapes, dtypes and shardings of the weights, and the options for them."""
     gathering = self._gathering_of(params)
     if gathering is None:
       options = self._options_for(params)
-      return decoding.described(params, options), options
+      return sampler_weights.described(params, options), options
     options = self._options_for(gathering.local)
     return gathering.described(options), options
 
-  def _options_for(self, params: Any) -> decoding.Options:
+  def _options_for(self, params: Any) -> sampler_inputs.Options:
     """Returns the options for parameters on the devices of this process."""
     unmerged = self._unmerged
     if unmerged is None:
@@ -280,8 +291,8 @@ class JaxSampler:
     return jax.default_device(self._devices[0])
 
   def _copied(
-    self, params: Any, gathering: local_weights.Copies | None, options: decoding.Options
-  ) -> tuple[decoding.SamplerWeights, Any]:
+    self, params: Any, gathering: local_weights.Copies | None, options: sampler_inputs.Options
+  ) -> tuple[sampler_weights.SamplerWeights, Any]:
     """Returns the sampler's weights, and those of their arrays that are not an earlier copy."""
     if not options.unmerged:
       self._kept = None
@@ -293,16 +304,16 @@ class JaxSampler:
       weights = self._copied_whole(params, gathering, options)
       self._kept = _Kept(base, dataclasses.replace(weights, adapters=[]))
       return weights, weights
-    copy = decoding.adapters if gathering is None else gathering.adapters
+    copy = sampler_weights.adapters if gathering is None else gathering.adapters
     adapters = copy(params, options)
     return dataclasses.replace(self._kept.weights, adapters=adapters), adapters
 
   def _copied_whole(
-    self, params: Any, gathering: local_weights.Copies | None, options: decoding.Options
-  ) -> decoding.SamplerWeights:
+    self, params: Any, gathering: local_weights.Copies | None, options: sampler_inputs.Options
+  ) -> sampler_weights.SamplerWeights:
     if gathering is not None:
       return gathering(params, options)
-    weights = decoding.split_layers(params, options)
+    weights = sampler_weights.split_layers(params, options)
     return _with_own_arrays(weights) if self._copy_weights else weights
 
   def metrics(self) -> dict[str, float]:
@@ -429,7 +440,7 @@ class JaxSampler:
     for call in closed_upon:
       call.fail(RuntimeError("the engine was closed"))
 
-  def _session_for(self, options: decoding.Options) -> ContinuousBatcher:
+  def _session_for(self, options: sampler_inputs.Options) -> ContinuousBatcher:
     """Returns the current session; a new one if it is idle and its options have changed."""
     session = self._session
     if session is None or (session.is_idle and session.options != options):
@@ -447,7 +458,7 @@ class JaxSampler:
     session: ContinuousBatcher,
     arrived: Sequence[GenerateCall],
     calls: Sequence[GenerateCall],
-    weights: decoding.SamplerWeights,
+    weights: sampler_weights.SamplerWeights,
     version: int,
   ) -> None:
     """Decodes one chunk and delivers finished generations."""
@@ -481,7 +492,7 @@ def _check_sizes(
 
 def _sizes(
   max_rows: int,
-  options: decoding.Options,
+  options: sampler_inputs.Options,
   prompt_tokens: int | None,
   completion_tokens: int | None,
   long_prompts: int | None,
@@ -495,12 +506,12 @@ def _sizes(
     prompt_tokens=prompt_tokens,
     completion_tokens=completion_tokens,
     long_prompts=long_prompts or -(-max_rows // options.group),
-    token_bytes=decoding.token_bytes(options),
+    token_bytes=kv_cache.token_bytes(options),
     is_cpu=is_cpu,
   )
 
 
-def _with_sharding(options: decoding.Options, params: Any) -> decoding.Options:
+def _with_sharding(options: sampler_inputs.Options, params: Any) -> sampler_inputs.Options:
   """Splits the caches' heads over the mesh axes of the key projection, rows over the others."""
   sharding = params["layers"]["k"].sharding
   if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
@@ -525,8 +536,8 @@ class _Made:
     sync_bytes: Bytes copied, if the parameters have an adapter.
   """
 
-  options: decoding.Options
-  weights: decoding.SamplerWeights
+  options: sampler_inputs.Options
+  weights: sampler_weights.SamplerWeights
   sync_bytes: int | None
 
 
@@ -540,7 +551,7 @@ class _Kept:
   """
 
   base: Any
-  weights: decoding.SamplerWeights
+  weights: sampler_weights.SamplerWeights
 
   def is_of(self, base: Any) -> bool:
     """Returns whether this is a copy of these very arrays."""
@@ -555,7 +566,7 @@ def _bytes_beside(known: Any, arrays: Any) -> int:
   return sum(part.data.nbytes for x in new.values() for part in x.addressable_shards)
 
 
-def _with_own_arrays(weights: decoding.SamplerWeights) -> decoding.SamplerWeights:
+def _with_own_arrays(weights: sampler_weights.SamplerWeights) -> sampler_weights.SamplerWeights:
   """Copies the arrays shared with the trainer; a tied head stays tied."""
   embed = jnp.copy(weights.embed)
   head = embed if weights.head is weights.embed else jnp.copy(weights.head)

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.compilation.programs import CompileJob, Program, abstract
-from grpo_jax.engines import decoding
+from grpo_jax.engines import sampler_inputs, sampler_weights
 from grpo_jax.models import leaves, lora, placement
 from grpo_jax.models.products import Adapters, FusedKernels, LowRank, OutputMajor
 from grpo_jax.processes import local_devices
@@ -51,27 +51,29 @@ class Copies(Protocol):
     """Returns whether these parameters are like those that the copies were described for."""
     ...
 
-  def described(self, options: decoding.Options) -> decoding.SamplerWeights:
+  def described(self, options: sampler_inputs.Options) -> sampler_weights.SamplerWeights:
     """Returns shapes, dtypes and shardings of the copy."""
     ...
 
-  def jobs(self, options: decoding.Options) -> list[CompileJob]:
+  def jobs(self, options: sampler_inputs.Options) -> list[CompileJob]:
     """Returns the compilations of the programs."""
     ...
 
-  def __call__(self, params: Any, options: decoding.Options) -> decoding.SamplerWeights:
+  def __call__(
+    self, params: Any, options: sampler_inputs.Options
+  ) -> sampler_weights.SamplerWeights:
     """Returns the copy; none of its arrays is one of the parameters."""
     ...
 
-  def adapters(self, params: Any, options: decoding.Options) -> list[dict[str, Adapters]]:
-    """Returns a copy of `decoding.adapters`."""
+  def adapters(self, params: Any, options: sampler_inputs.Options) -> list[dict[str, Adapters]]:
+    """Returns a copy of `sampler_weights.adapters`."""
     ...
 
 
 class Gathering:
   """Copies the parameters to every process, as the sampler reads them."""
 
-  def __init__(self, params: Any, options: decoding.Options):
+  def __init__(self, params: Any, options: sampler_inputs.Options):
     """Describes the copies.
 
     Args:
@@ -93,14 +95,17 @@ class Gathering:
       "copying the weights to each process", self._part, _read, self._layout.weights
     )
     self._of_adapters = _Copier(
-      "copying the adapter to each process", self._part, decoding.adapters, self._layout.adapters
+      "copying the adapter to each process",
+      self._part,
+      sampler_weights.adapters,
+      self._layout.adapters,
     )
 
   def fits(self, params: Any) -> bool:
     """Returns whether these parameters are like those that the copies were described for."""
     return _are_like(params, self._params)
 
-  def described(self, options: decoding.Options) -> decoding.SamplerWeights:
+  def described(self, options: sampler_inputs.Options) -> sampler_weights.SamplerWeights:
     """Returns shapes, dtypes and shardings of this process's copy.
 
     Args:
@@ -109,13 +114,15 @@ class Gathering:
     weights = self._tied(self._of_weights.described(self._params, options))
     return _with(weights, adapters=self._of_adapters.described(self._params, options))
 
-  def jobs(self, options: decoding.Options) -> list[CompileJob]:
+  def jobs(self, options: sampler_inputs.Options) -> list[CompileJob]:
     """Returns the compilations of the programs."""
     weights = self._of_weights.job(self._params, options)
     has_adapters = bool(self._of_adapters.described(self._params, options))
     return [weights, *([self._of_adapters.job(self._params, options)] if has_adapters else ())]
 
-  def __call__(self, params: Any, options: decoding.Options) -> decoding.SamplerWeights:
+  def __call__(
+    self, params: Any, options: sampler_inputs.Options
+  ) -> sampler_weights.SamplerWeights:
     """Returns this process's copy. All processes must call it, on their main threads.
 
     Args:
@@ -125,8 +132,8 @@ class Gathering:
     weights = self._tied(self._of_weights(params, options))
     return dataclasses.replace(weights, adapters=self.adapters(params, options))
 
-  def adapters(self, params: Any, options: decoding.Options) -> list[dict[str, Adapters]]:
-    """Returns this process's copy of `decoding.adapters`, as `__call__` does that of all."""
+  def adapters(self, params: Any, options: sampler_inputs.Options) -> list[dict[str, Adapters]]:
+    """Returns this process's copy of `sampler_weights.adapters`, as `__call__` does that of all."""
     return self._of_adapters(params, options)
 
   def _as_local(self, like: Any) -> Any:
@@ -134,7 +141,7 @@ class Gathering:
     sharding = self._part.own(self._part.partition(like.sharding.spec))
     return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
 
-  def _tied(self, weights: decoding.SamplerWeights) -> decoding.SamplerWeights:
+  def _tied(self, weights: sampler_weights.SamplerWeights) -> sampler_weights.SamplerWeights:
     if not self._is_tied:
       return weights
     return _with(weights, head=weights.embed)
@@ -143,7 +150,7 @@ class Gathering:
 class Moving:
   """Copies the parameters to other devices of this process, as the sampler reads them."""
 
-  def __init__(self, params: Any, options: decoding.Options, devices: Sequence[Any]):
+  def __init__(self, params: Any, options: sampler_inputs.Options, devices: Sequence[Any]):
     """Describes the copies.
 
     Args:
@@ -166,13 +173,13 @@ class Moving:
     self._layout = _Layout(self.local, is_tied=options.config.tie_embeddings)
     self._of_layer: Program | None = None
     # described for options.
-    self._copy: tuple[decoding.Options, decoding.SamplerWeights] | None = None
+    self._copy: tuple[sampler_inputs.Options, sampler_weights.SamplerWeights] | None = None
 
   def fits(self, params: Any) -> bool:
     """Returns whether these parameters are like those that the copies were described for."""
     return _are_like(params, self._params)
 
-  def described(self, options: decoding.Options) -> decoding.SamplerWeights:
+  def described(self, options: sampler_inputs.Options) -> sampler_weights.SamplerWeights:
     """Returns shapes, dtypes and shardings of the copy.
 
     Args:
@@ -182,19 +189,21 @@ class Moving:
       self._copy = options, self._describe(options)
     return self._copy[1]
 
-  def _describe(self, options: decoding.Options) -> decoding.SamplerWeights:
+  def _describe(self, options: sampler_inputs.Options) -> sampler_weights.SamplerWeights:
     shapes = jax.eval_shape(lambda params: _read(params, options), self._params)
     weights = self._placed(shapes, self._layout.weights(shapes))
-    found = jax.eval_shape(lambda params: decoding.adapters(params, options), self._params)
+    found = jax.eval_shape(lambda params: sampler_weights.adapters(params, options), self._params)
     head = weights.embed if self._config.tie_embeddings else weights.head
     adapters = self._placed(found, self._layout.adapters(found))
     return _with(weights, head=head, adapters=adapters)
 
-  def jobs(self, options: decoding.Options) -> list[CompileJob]:
+  def jobs(self, options: sampler_inputs.Options) -> list[CompileJob]:
     """Returns the compilation of the program that makes a layer."""
     return [self._program_for(options).job(self._params, abstract(np.int32(0)))]
 
-  def __call__(self, params: Any, options: decoding.Options) -> decoding.SamplerWeights:
+  def __call__(
+    self, params: Any, options: sampler_inputs.Options
+  ) -> sampler_weights.SamplerWeights:
     """Returns the copy.
 
     Args:
@@ -210,7 +219,7 @@ class Moving:
     rounded = lambda x, of: self._moved(_whole(x.astype(dtype)), of)
     embed = rounded(params["embed"], like.embed)
     base = lora.base_of(params)["layers"]
-    return decoding.SamplerWeights(
+    return sampler_weights.SamplerWeights(
       embed=embed,
       layers=layers,
       final_norm=self._moved(_whole(params["final_norm"]), like.final_norm),
@@ -222,9 +231,9 @@ class Moving:
       adapters=self.adapters(params, options),
     )
 
-  def adapters(self, params: Any, options: decoding.Options) -> list[dict[str, Adapters]]:
-    """Returns the copy of `decoding.adapters`, as `__call__` does that of all."""
-    found = decoding.adapters(params, options)
+  def adapters(self, params: Any, options: sampler_inputs.Options) -> list[dict[str, Adapters]]:
+    """Returns the copy of `sampler_weights.adapters`, as `__call__` does that of all."""
+    found = sampler_weights.adapters(params, options)
     like = self._placed(found, self._layout.adapters(found))
     return jax.tree.map(lambda x, of: self._moved(_whole(x), of), found, like)
 
@@ -272,10 +281,10 @@ class Moving:
 
     return jax.tree.map(move, tree, like)
 
-  def _program_for(self, options: decoding.Options) -> Program:
+  def _program_for(self, options: sampler_inputs.Options) -> Program:
     if self._of_layer is None:
       made = jax.jit(
-        lambda params, number: decoding.one_layer(params, number, options),
+        lambda params, number: sampler_weights.one_layer(params, number, options),
         out_shardings=_everywhere(self._params["embed"]),
       )
       self._of_layer = Program(made, name="copying a layer to the sampler", remedy=_REMEDY_MOVING)
@@ -315,7 +324,7 @@ class _Layout:
     self._local = local
     self._is_tied = is_tied
 
-  def weights(self, weights: decoding.SamplerWeights) -> decoding.SamplerWeights:
+  def weights(self, weights: sampler_weights.SamplerWeights) -> sampler_weights.SamplerWeights:
     """Returns the partition of each array of weights without adapters."""
     of = lora.base_of(jax.tree.map(lambda like: like.sharding.spec, self._local))
 
@@ -349,12 +358,12 @@ class _Layout:
     return [{name: partition(group) for name, group in each.items()} for each in adapters]
 
 
-def _read(params: Any, options: decoding.Options) -> decoding.SamplerWeights:
+def _read(params: Any, options: sampler_inputs.Options) -> sampler_weights.SamplerWeights:
   """Returns the weights without adapters and without a tied head.
 
   Every lookup rounds the embedding as this does.
   """
-  weights = decoding.split_layers(params, options)
+  weights = sampler_weights.split_layers(params, options)
   dtype = options.products.compute_dtype
   head = None if options.config.tie_embeddings else weights.head
   return _with(weights, embed=weights.embed.astype(dtype), head=head, adapters=[])
@@ -378,25 +387,25 @@ class _Copier:
     self._specs = specs
     self._program: Program | None = None
 
-  def described(self, params: Any, options: decoding.Options) -> Any:
+  def described(self, params: Any, options: sampler_inputs.Options) -> Any:
     """Returns shapes, dtypes and shardings of this process's copy."""
     shapes = self._shapes(params, options)
     place = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._part.own(spec))
     return jax.tree.map(place, shapes, self._specs(shapes))
 
-  def job(self, params: Any, options: decoding.Options) -> CompileJob:
+  def job(self, params: Any, options: sampler_inputs.Options) -> CompileJob:
     """Returns the compilation of the program."""
     return self._program_for(params, options).job(params)
 
-  def __call__(self, params: Any, options: decoding.Options) -> Any:
+  def __call__(self, params: Any, options: sampler_inputs.Options) -> Any:
     """Returns this process's copy."""
     copies = self._program_for(params, options)(params)
     return jax.tree.map(self._part.take, copies, self._specs(copies))
 
-  def _shapes(self, params: Any, options: decoding.Options) -> Any:
+  def _shapes(self, params: Any, options: sampler_inputs.Options) -> Any:
     return jax.eval_shape(lambda params: self._read(params, options), params)
 
-  def _program_for(self, params: Any, options: decoding.Options) -> Program:
+  def _program_for(self, params: Any, options: sampler_inputs.Options) -> Program:
     if self._program is None:
       shapes = self._shapes(params, options)
       placed = jax.tree.map(self._part.copies, self._specs(shapes))
@@ -411,9 +420,9 @@ def _axes(spec: PartitionSpec) -> tuple[Any, Any, Any]:
   return first, second, third
 
 
-def _with(weights: decoding.SamplerWeights, **fields: Any) -> decoding.SamplerWeights:
+def _with(weights: sampler_weights.SamplerWeights, **fields: Any) -> sampler_weights.SamplerWeights:
   """Returns weights with other fields: arrays, their descriptions, or None."""
-  return decoding.unchecked(decoding.SamplerWeights, **{**vars(weights), **fields})
+  return sampler_inputs.unchecked(sampler_weights.SamplerWeights, **{**vars(weights), **fields})
 
 
 def _are_like(one: Any, other: Any) -> bool:

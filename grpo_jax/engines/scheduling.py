@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from grpo_jax.engines import decoding
+from grpo_jax.engines import cached_attention, sampler_inputs
 from grpo_jax.engines.base import Generation, GenerationRequest
-from grpo_jax.engines.decoding import Pieces, PrefillChunk, RowStates
+from grpo_jax.engines.sampler_inputs import Pieces, PrefillChunk, RowStates
 from grpo_jax.types import FinishReason
 
 _FEWEST_ROWS = 8  # fewer rows are hardly cheaper: their step reads all weights just the same.
@@ -87,10 +87,10 @@ class SamplerSizes:
 
   @property
   def piece(self) -> int:
-    """Tokens of a piece of a completion that is read again; see `decoding.Pieces`."""
+    """Tokens of a piece of a completion that is read again; see `sampler_inputs.Pieces`."""
     return math.gcd(self.prefill, _PIECE)
 
-  def applied(self, options: decoding.Options) -> decoding.Options:
+  def applied(self, options: sampler_inputs.Options) -> sampler_inputs.Options:
     return dataclasses.replace(options, pages_at_once=self.at_once or self.table)
 
 
@@ -232,7 +232,7 @@ def make_rows(
     moves: Rows to move in the ring first, as (from, to).
     step: Number of the next decode step.
   """
-  tiles = decoding.max_tiles(count, group)
+  tiles = cached_attention.max_tiles(count, group)
   rows = RowStates(
     tokens=np.zeros(count, np.int32),
     prompt_lengths=np.zeros(count, np.int32),

@@ -19,7 +19,7 @@ from grpo_jax.building import computation
 from grpo_jax.compilation.programs import CompileJob
 from grpo_jax.config import ahead_options, lora_options, modes, run_options
 from grpo_jax.config.options import Config
-from grpo_jax.engines import decoding, jax_sampler, local_weights
+from grpo_jax.engines import jax_sampler, kv_cache, local_weights, sampler_inputs
 from grpo_jax.learn import adapters, sharding
 from grpo_jax.models import lora
 from grpo_jax.models.config import ModelConfig
@@ -341,4 +341,4 @@ def _with_sampler(run: PlannedRun) -> PlannedRun:
 def _token_bytes(config: Config, model: ModelConfig) -> int:
   """Returns the bytes of the sampler's keys and values of one token."""
   products = Products(config.model.compute_dtype, config.model.product_dtype)
-  return decoding.token_bytes(decoding.Options(config=model, products=products, chunk=1))
+  return kv_cache.token_bytes(sampler_inputs.Options(config=model, products=products, chunk=1))

@@ -19,7 +19,7 @@ from grpo_jax.batching import packing
 from grpo_jax.building import run as building
 from grpo_jax.compilation import precision
 from grpo_jax.config import run_options
-from grpo_jax.engines import decoding, probe, scheduling, sglang
+from grpo_jax.engines import decoding, kv_cache, probe, sampler_weights, scheduling, sglang
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.learn import optim, train_step
 from grpo_jax.models import classifier
@@ -117,8 +117,8 @@ def programs(compute_dtype, name, *, one_sweep):
   watch = train_step.make_watcher(logprobs, matmul_precision=exact)
   yield "watcher", watch, (params, data)
   options = JaxSampler(config, compute_dtype=compute_dtype, matmul_precision=name)._options
-  weights = decoding.split_layers(params, options)
-  pages, ring = decoding.empty_pages(2, 32, options), decoding.empty_ring(1, 2, 32, options)
+  weights = sampler_weights.split_layers(params, options)
+  pages, ring = kv_cache.empty_pages(2, 32, options), kv_cache.empty_ring(1, 2, 32, options)
   prompt = (np.zeros(8, np.int32), scheduling.Slot((0,), 8))
   chunk = next(scheduling.make_chunks([prompt], tokens=8, page=32, pages=2, table=1))
   prefill = jax.jit(lambda *a: decoding.prefill(*a, options))

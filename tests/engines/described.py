@@ -6,7 +6,13 @@ import jax
 import numpy as np
 
 from grpo_jax.compilation.programs import abstract
-from grpo_jax.engines import continuous_batching, decoding, jax_sampler, scheduling
+from grpo_jax.engines import (
+  continuous_batching,
+  jax_sampler,
+  sampler_inputs,
+  sampler_weights,
+  scheduling,
+)
 from grpo_jax.engines.scheduling import SamplerSizes, Slot
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
@@ -23,7 +29,7 @@ class Described(NamedTuple):
 
   prefill: tuple[Any, ...]
   decode: tuple[Any, ...]
-  options: decoding.Options
+  options: sampler_inputs.Options
 
 
 def described(
@@ -38,9 +44,9 @@ def described(
     sizes: Sizes of the caches.
     dtype: Dtype of the products.
   """
-  options = decoding.Options(config, Products(dtype), chunk=4, group=4)
+  options = sampler_inputs.Options(config, Products(dtype), chunk=4, group=4)
   options = sizes.applied(jax_sampler._with_sharding(options, params))
-  weights = decoding.described(params, options)
+  weights = sampler_weights.described(params, options)
   ring = continuous_batching._described(
     continuous_batching._empty_ring, sizes.blocks, sizes.rows, sizes.columns, options
   )

@@ -12,7 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.engines import continuous_batching, decoding, sampling, scheduling
+from grpo_jax.engines import (
+  continuous_batching,
+  decoding,
+  kv_cache,
+  sampler_inputs,
+  sampler_weights,
+  sampling,
+  scheduling,
+)
 from grpo_jax.models.config import LayerKind, Rope
 from grpo_jax.models.products import Products
 from grpo_jax.types import FinishReason
@@ -182,7 +190,7 @@ def test_each_distinct_prompt_is_prefilled_once_for_all_its_completions():
 
 def busy_session(sizes, requests, *, group=8):
   """Returns a session that has computed one chunk of the requests, and its weights."""
-  options = decoding.Options(CONFIG, Products(), 4, group=group)
+  options = sampler_inputs.Options(CONFIG, Products(), 4, group=group)
   busy = continuous_batching.ContinuousBatcher(
     options,
     sizes=sizes,
@@ -191,7 +199,7 @@ def busy_session(sizes, requests, *, group=8):
     programs=continuous_batching.Programs(),
   )
   busy.submit([scheduling.RunningCompletion(r, None, scheduling.prompt_key(r)) for r in requests])
-  weights = decoding.split_layers(tiny.params(CONFIG), options)
+  weights = sampler_weights.split_layers(tiny.params(CONFIG), options)
   busy.advance(weights, 0)
   return busy, weights
 
@@ -375,8 +383,8 @@ def test_weights_loaded_between_chunks_stamp_the_tokens_that_they_sample():
 
 def test_embedding_and_head_are_the_trainers_arrays_unless_copies_are_asked_for():
   tree = tiny.params(CONFIG)
-  options = decoding.Options(CONFIG, Products(), 4)
-  weights = decoding.split_layers(tree, options)
+  options = sampler_inputs.Options(CONFIG, Products(), 4)
+  weights = sampler_weights.split_layers(tree, options)
   assert weights.embed is tree["embed"] and weights.head is tree["embed"]
   copied = jax.tree.map(jnp.copy, tree)
   engine = sampler(copy_weights=True)
@@ -399,7 +407,7 @@ def test_after_release_no_copy_of_the_weights_is_alive():
   caches = sum(array.nbytes for array in others(before))
   sizes, options = engine._sizes, engine._options
   tokens = sizes.rows * sizes.blocks * sizes.columns + sizes.pages * sizes.page
-  assert caches <= tokens * decoding.token_bytes(options)
+  assert caches <= tokens * kv_cache.token_bytes(options)
   engine.close()
 
 
@@ -421,9 +429,9 @@ def others(held):
 @pytest.mark.long
 def test_a_decode_step_updates_its_cache_in_place_and_copies_no_weights():
   wide = tiny.config(hidden_size=128, intermediate_size=512, num_layers=4)
-  options = decoding.Options(wide, Products(), 4)
-  weights = decoding.split_layers(tiny.params(wide), options)
-  prompts, own = decoding.empty_pages(16, 64, options), decoding.empty_ring(2, 8, 64, options)
+  options = sampler_inputs.Options(wide, Products(), 4)
+  weights = sampler_weights.split_layers(tiny.params(wide), options)
+  prompts, own = kv_cache.empty_pages(16, 64, options), kv_cache.empty_ring(2, 8, 64, options)
   rows = scheduling.make_rows([], 8, {}, group=8, table=2)
   leaves, structure = jax.tree.flatten((weights, prompts, rows))
 

@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.engines import continuous_batching, decoding, jax_sampler, scheduling
+from grpo_jax.engines import (
+  continuous_batching,
+  decoding,
+  jax_sampler,
+  kv_cache,
+  sampler_inputs,
+  sampler_weights,
+  scheduling,
+)
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.learn import sharding
 from grpo_jax.models import leaves, transformer
@@ -51,13 +59,15 @@ def prefill_on(shape):
   tree = transformer.init(jax.random.key(0), model_config)
   lies = sharding.param_shardings(transformer.logical_axes(model_config), mesh, shapes=tree)
   tree = jax.device_put(tree, lies)
-  options = jax_sampler._with_sharding(decoding.Options(model_config, Products(), chunk=4), tree)
-  weights = decoding.split_layers(tree, options)
+  options = jax_sampler._with_sharding(
+    sampler_inputs.Options(model_config, Products(), chunk=4), tree
+  )
+  weights = sampler_weights.split_layers(tree, options)
   whole = np.zeros(TOKENS, np.int32)
-  chunk = decoding.PrefillChunk(
+  chunk = sampler_inputs.PrefillChunk(
     whole, whole + 1, np.arange(TOKENS, dtype=np.int32), whole, whole[:4], np.zeros((), np.int32)
   )
-  cache = decoding.empty_pages(4, 16, options)
+  cache = kv_cache.empty_pages(4, 16, options)
   compiled = (
     jax.jit(lambda *a: decoding.prefill(*a, options)).lower(weights, cache, chunk).compile()
   )
