@@ -19,7 +19,7 @@ from grpo_jax.batching import packing
 from grpo_jax.building import run as building
 from grpo_jax.compilation import precision
 from grpo_jax.config import run_options
-from grpo_jax.engines import decoding, kv_cache, probe, sampler_weights, scheduling, sglang
+from grpo_jax.engines import decoding, kv_cache, probe, sampler_weights, scheduling, sglang_servers
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.learn import optim, train_step
 from grpo_jax.models import classifier
@@ -267,10 +267,10 @@ def test_the_log_names_what_is_computed(name, platform, reported):
 
 
 def test_servers_keep_tf32_out_where_the_trainer_does():
-  exact = sglang.variables("float32", {"TRITON_F32_DEFAULT": "tf32x3", "A": "1"})
+  exact = sglang_servers.variables("float32", {"TRITON_F32_DEFAULT": "tf32x3", "A": "1"})
   assert exact == {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "tf32x3", "A": "1"}
   for products_in in ("tensorfloat32", "default", "bfloat16"):
-    assert sglang.variables(products_in, {}) == {}
+    assert sglang_servers.variables(products_in, {}) == {}
     assert probe.TOLERANCES[products_in] > probe.TOLERANCES["float32"]
 
 

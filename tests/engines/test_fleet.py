@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from grpo_jax import engines
-from grpo_jax.engines import server_process, sglang
+from grpo_jax.engines import server_process, sglang_servers
 from grpo_jax.engines.fleet import Fleet
 from grpo_jax.engines.server import FleetError, Options, Server
 from grpo_jax.engines.sglang_options import SGLangOptions
@@ -68,16 +68,16 @@ def test_a_model_that_sglang_pads_on_a_cpu_is_refused_for_adapters(make, monkeyp
 
 
 def test_given_servers_are_divided_among_the_processes_of_a_run():
-  divided = side_by_side.Room(3).run(lambda index: [*sglang._share(7)])
+  divided = side_by_side.Room(3).run(lambda index: [*sglang_servers._share(7)])
   assert divided == [[0, 1], [2, 3], [4, 5, 6]]
-  assert [*sglang._share(7)] == [*range(7)]
+  assert [*sglang_servers._share(7)] == [*range(7)]
 
 
 def test_each_process_needs_a_server_of_its_own():
   config = tiny.config()
   two = SGLangOptions(addresses=("http://a:1", "http://b:1"))
-  assert side_by_side.Room(2).run(lambda index: sglang._refuse(two, config)) == [None, None]
-  for error in side_by_side.Room(3).run(lambda index: sglang._refuse(two, config)):
+  assert side_by_side.Room(2).run(lambda index: sglang_servers.refuse(two, config)) == [None, None]
+  for error in side_by_side.Room(3).run(lambda index: sglang_servers.refuse(two, config)):
     with pytest.raises(ValueError, match="has 2 servers for 3 processes: each process needs"):
       raise error
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from grpo_jax import engines
-from grpo_jax.engines import launching, server_process, sglang
+from grpo_jax.engines import launching, server_process, sglang_servers
 from grpo_jax.engines.server_process import LaunchOptions, ServerError, ServerProcess
 from grpo_jax.processes import guard
 from tests.engines import tiny
@@ -437,12 +437,12 @@ def test_servers_of_a_run_always_ask_for_a_key(monkeypatch, given):
   monkeypatch.delenv("GRPO_JAX_SGLANG_API_KEY", raising=False)
   if given is not None:
     monkeypatch.setenv("GRPO_JAX_SGLANG_API_KEY", given)
-  keys = [sglang._key(is_launched=True) for _ in range(2)]
+  keys = [sglang_servers.api_key(is_launched=True) for _ in range(2)]
   if given and given.strip():
     assert keys == [KEY, KEY]
   else:
     assert len(set(keys)) == 2 and min(map(len, keys)) >= 32
-  assert sglang._key(is_launched=False) == (KEY if given else None)
+  assert sglang_servers.api_key(is_launched=False) == (KEY if given else None)
 
 
 def test_server_of_a_run_on_loopback_gets_a_key_that_no_command_line_shows(monkeypatch, tmp_path):

@@ -26,7 +26,7 @@ from tests.engines.sglang_fixtures import collect
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
-CONFIG = tiny.config(intermediate_size=64)  # see `sglang._refuse_padded`.
+CONFIG = tiny.config(intermediate_size=64)  # see `sglang_servers.refuse_padded`.
 OPTIONS = lora.Options(rank=4, alpha=8.0)
 LOAD, GENERATE, MODELS = "/load_lora_adapter", "/generate", "/v1/models"
 PATIENCE = {"health_every_s": 1.0, "health_timeout_s": 20.0, "control_timeout_s": 60.0}
