@@ -2,7 +2,8 @@
 
 A worker thread computes while the caller's event loop scores finished completions. The engine keeps
 one thread for its whole life, because malloc reuses freed memory only within the thread.
-`continuous_batching.py` forms the batches, `decoding.py` is what runs on the device.
+`continuous_batching.py` forms the batches, `decoding.py` is what runs on the device, and
+`weight_sync.py` copies the weights.
 
 Equal seeds give equal completions, whatever else is computed at the same time: random numbers
 depend on seed and token index only. What remains is rounding: with another number of rows, sums may
@@ -10,10 +11,7 @@ be taken in another order, and then the last bits of a logit change.
 """
 
 import contextlib
-import dataclasses
 import logging
-import math
-import operator
 import threading
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +21,6 @@ import jax
 import jax.numpy as jnp
 from grpo_kernels.attention import AUTOMATIC, Attention
 from grpo_kernels.implementations import current_chip
-from jax.sharding import Mesh, NamedSharding
 
 from grpo_jax import registry
 from grpo_jax.compilation import host_memory, precision
@@ -31,8 +28,6 @@ from grpo_jax.compilation.programs import CompileJob
 from grpo_jax.engines import (
   base,
   kv_cache,
-  local_weights,
-  merge_rounding,
   sampler_inputs,
   sampler_weights,
   scheduling,
@@ -41,7 +36,7 @@ from grpo_jax.engines import (
 from grpo_jax.engines.continuous_batching import ContinuousBatcher, Programs, Stats, caches
 from grpo_jax.engines.generate_call import GenerateCall
 from grpo_jax.engines.options import EngineOptions
-from grpo_jax.models import lora
+from grpo_jax.engines.weight_sync import SyncedWeights, WeightSync
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 
@@ -127,7 +122,6 @@ class JaxSampler:
     self._max_rows = max_rows
     self._max_length = max_length or config.max_position_embeddings
     self._warn_of_truncation = warn_of_truncation and not report_truncated_logprobs
-    self._copy_weights = copy_weights
     self._options = sampler_inputs.Options(
       config=config,
       products=Products(compute_dtype, product_dtype),
@@ -138,18 +132,17 @@ class JaxSampler:
       matmul_precision=precision.resolve(matmul_precision, compute_dtype),
       attention=attention,
     )
-    self._unmerged = unmerged
-    self._merged_share = merge_rounding.MergedShare(compute_dtype)
     self._sizes = _sizes(max_rows, self._options, prompt_tokens, completion_tokens, long_prompts)
     self._in_flight_updates = in_flight_updates
     self._programs = Programs()
     self._devices = None if devices is None else tuple(devices)
-    self._gathering: local_weights.Copies | None = None  # None: not needed so far.
+    self._weight_sync = WeightSync(
+      self._options, unmerged=unmerged, copy_weights=copy_weights, devices=self._devices
+    )
     self._session: ContinuousBatcher | None = None  # used by the worker thread while it runs.
     self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jax_sampler")
     self._lock = threading.Lock()  # guards all below.
     self._weights: sampler_weights.SamplerWeights | None = None
-    self._kept: _Kept | None = None  # None: unless unmerged.
     self._sync_bytes: int | None = None
     self._version = -1
     self._arrived: list[GenerateCall] = []
@@ -192,25 +185,14 @@ class JaxSampler:
       if not self._in_flight_updates:
         if not self._is_working:
           self._weights = None
-        self._begin(self._made(params), version)
+        self._begin(self._weight_sync.copied(params), version)
         return
-    made = self._made(params)  # completions continue meanwhile.
+    made = self._weight_sync.copied(params)  # completions continue meanwhile.
     with self._lock:
       self._check_open()
       self._begin(made, version)
 
-  def _made(self, params: Any) -> "_Made":
-    """Returns what `load_weights` makes of parameters."""
-    gathering = self._gathering_of(params)
-    options = self._options_for(gathering.local if gathering else params)
-    weights, copies = self._copied(params, gathering, options)
-    weights = jax.block_until_ready(weights)
-    if not options.unmerged:
-      self._merged_share.measure(params)
-    synced = _bytes_beside(params, copies) if lora.has_adapter(params) else None
-    return _Made(options, weights, synced)
-
-  def _begin(self, made: "_Made", version: int) -> None:
+  def _begin(self, made: SyncedWeights, version: int) -> None:
     """Samples from these weights from the next chunk on; the lock is held."""
     self._options, self._weights, self._sync_bytes = made.options, made.weights, made.sync_bytes
     self._version = version
@@ -230,11 +212,8 @@ class JaxSampler:
     """
     if not self._sizes.is_planned:
       return []
-    weights, options = self._described(params)
-    gathering = self._gathering_of(params)
-    first = [] if gathering is None else gathering.jobs(options)
-    if not options.unmerged:
-      first += self._merged_share.jobs(params)
+    weights, options = self._weight_sync.described(params)
+    first = self._weight_sync.jobs(params, options)
     with self._at_home():
       own = self._programs.jobs(weights, options, self._sizes, reads_again=self._in_flight_updates)
     return [*first, *own]
@@ -249,40 +228,9 @@ class JaxSampler:
       Shapes, dtypes and shardings of the weights (some are the trainer's own arrays), and
       of the caches.
     """
-    weights, options = self._described(params)
+    weights, options = self._weight_sync.described(params)
     with self._at_home():
       return weights, caches(options, self._sizes)
-
-  def _described(
-    self, params: Any
-  ) -> tuple[sampler_weights.SamplerWeights, sampler_inputs.Options]:
-    """Returns shapes, dtypes and shardings of the weights, and the options for them."""
-    gathering = self._gathering_of(params)
-    if gathering is None:
-      options = self._options_for(params)
-      return sampler_weights.described(params, options), options
-    options = self._options_for(gathering.local)
-    return gathering.described(options), options
-
-  def _options_for(self, params: Any) -> sampler_inputs.Options:
-    """Returns the options for parameters on the devices of this process."""
-    unmerged = self._unmerged
-    if unmerged is None:
-      is_rounded = self._options.products.compute_dtype != jnp.float32
-      unmerged = is_rounded or lora.has_quantized_base(params)
-    options = dataclasses.replace(self._options, unmerged=unmerged and lora.has_adapter(params))
-    return _with_sharding(options, params)
-
-  def _gathering_of(self, params: Any) -> local_weights.Copies | None:
-    """Returns what copies parameters to other devices; None if they are where this samples."""
-    if self._devices is None and not local_weights.is_spread(params):
-      return None
-    if self._gathering is None or not self._gathering.fits(params):
-      if self._devices is None:
-        self._gathering = local_weights.Gathering(params, self._options)
-      else:
-        self._gathering = local_weights.Moving(params, self._options, self._devices)
-    return self._gathering
 
   def _at_home(self) -> contextlib.AbstractContextManager[Any]:
     """Makes arrays without inputs, such as empty caches on one device, where this samples."""
@@ -290,36 +238,10 @@ class JaxSampler:
       return contextlib.nullcontext()
     return jax.default_device(self._devices[0])
 
-  def _copied(
-    self, params: Any, gathering: local_weights.Copies | None, options: sampler_inputs.Options
-  ) -> tuple[sampler_weights.SamplerWeights, Any]:
-    """Returns the sampler's weights, and those of their arrays that are not an earlier copy."""
-    if not options.unmerged:
-      self._kept = None
-      weights = self._copied_whole(params, gathering, options)
-      return weights, weights
-    base = lora.base_of(params)
-    if self._kept is None or not self._kept.is_of(base):
-      self._kept = None  # freed first.
-      weights = self._copied_whole(params, gathering, options)
-      self._kept = _Kept(base, dataclasses.replace(weights, adapters=[]))
-      return weights, weights
-    copy = sampler_weights.adapters if gathering is None else gathering.adapters
-    adapters = copy(params, options)
-    return dataclasses.replace(self._kept.weights, adapters=adapters), adapters
-
-  def _copied_whole(
-    self, params: Any, gathering: local_weights.Copies | None, options: sampler_inputs.Options
-  ) -> sampler_weights.SamplerWeights:
-    if gathering is not None:
-      return gathering(params, options)
-    weights = sampler_weights.split_layers(params, options)
-    return _with_own_arrays(weights) if self._copy_weights else weights
-
   def metrics(self) -> dict[str, float]:
     """Returns what weights with an adapter have cost and lost; empty for other weights."""
     synced = {} if self._sync_bytes is None else {_SYNC_BYTES: float(self._sync_bytes)}
-    return {**synced, **self._merged_share.metrics()}
+    return {**synced, **self._weight_sync.metrics()}
 
   def release(self) -> None:
     """Frees the copies of the weights until the next `load_weights`, and caches except on CPUs.
@@ -373,7 +295,8 @@ class JaxSampler:
       self._is_closed = True
     self._executor.shutdown()
     with self._lock:
-      self._weights = self._session = self._kept = None
+      self._weights = self._session = None
+      self._weight_sync.forget_base()
 
   def __enter__(self) -> "JaxSampler":
     return self
@@ -509,69 +432,6 @@ def _sizes(
     token_bytes=kv_cache.token_bytes(options),
     is_cpu=is_cpu,
   )
-
-
-def _with_sharding(options: sampler_inputs.Options, params: Any) -> sampler_inputs.Options:
-  """Splits the caches' heads over the mesh axes of the key projection, rows over the others."""
-  sharding = params["layers"]["k"].sharding
-  if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
-    return dataclasses.replace(options, mesh=None, head_axis=None, row_axes=())
-  mesh, axis = sharding.mesh, (*sharding.spec, None, None, None)[2]
-  assert isinstance(mesh, Mesh)  # arrays have concrete meshes.
-  names = (axis,) if isinstance(axis, str) else axis or ()
-  parts = math.prod(mesh.shape[name] for name in names)
-  if options.config.num_kv_heads % parts:
-    names, axis = (), None
-  others = tuple(name for name in mesh.axis_names if name not in names)
-  return dataclasses.replace(options, mesh=mesh, head_axis=axis, row_axes=others)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Made:
-  """What `load_weights` makes of parameters.
-
-  Attributes:
-    options: Options for the weights.
-    weights: The weights.
-    sync_bytes: Bytes copied, if the parameters have an adapter.
-  """
-
-  options: sampler_inputs.Options
-  weights: sampler_weights.SamplerWeights
-  sync_bytes: int | None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Kept:
-  """The copy of a base that stays when the adapter changes.
-
-  Attributes:
-    base: The trainer's arrays, which are never donated.
-    weights: Copy of them, without adapters.
-  """
-
-  base: Any
-  weights: sampler_weights.SamplerWeights
-
-  def is_of(self, base: Any) -> bool:
-    """Returns whether this is a copy of these very arrays."""
-    own, others = jax.tree.leaves(self.base), jax.tree.leaves(base)
-    return len(own) == len(others) and all(map(operator.is_, own, others))
-
-
-def _bytes_beside(known: Any, arrays: Any) -> int:
-  """Returns the bytes on this process of arrays, without those that are among the known ones."""
-  ids = set(map(id, jax.tree.leaves(known)))
-  new = {id(x): x for x in jax.tree.leaves(arrays) if id(x) not in ids}
-  return sum(part.data.nbytes for x in new.values() for part in x.addressable_shards)
-
-
-def _with_own_arrays(weights: sampler_weights.SamplerWeights) -> sampler_weights.SamplerWeights:
-  """Copies the arrays shared with the trainer; a tied head stays tied."""
-  embed = jnp.copy(weights.embed)
-  head = embed if weights.head is weights.embed else jnp.copy(weights.head)
-  own = {"embed": embed, "head": head, "final_norm": jnp.copy(weights.final_norm)}
-  return dataclasses.replace(weights, **own)
 
 
 def make(

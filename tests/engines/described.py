@@ -8,10 +8,10 @@ import numpy as np
 from grpo_jax.compilation.programs import abstract
 from grpo_jax.engines import (
   continuous_batching,
-  jax_sampler,
   sampler_inputs,
   sampler_weights,
   scheduling,
+  weight_sync,
 )
 from grpo_jax.engines.scheduling import SamplerSizes, Slot
 from grpo_jax.models.config import ModelConfig
@@ -45,7 +45,7 @@ def described(
     dtype: Dtype of the products.
   """
   options = sampler_inputs.Options(config, Products(dtype), chunk=4, group=4)
-  options = sizes.applied(jax_sampler._with_sharding(options, params))
+  options = sizes.applied(weight_sync._with_sharding(options, params))
   weights = sampler_weights.described(params, options)
   ring = continuous_batching._described(
     continuous_batching._empty_ring, sizes.blocks, sizes.rows, sizes.columns, options

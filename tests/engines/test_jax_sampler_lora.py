@@ -106,7 +106,7 @@ def test_logprobs_of_merged_weights_are_those_of_the_trainer():
   with sampler(ONE_LAYER, unmerged=False) as engine:
     assert mismatch(tree, sampled(engine, tree), config=ONE_LAYER) < 1e-5
     engine.release()
-    assert engine._kept is None
+    assert engine._weight_sync._kept is None
 
 
 @pytest.mark.long
@@ -172,9 +172,9 @@ def test_the_update_may_donate_the_adapter(unmerged):
 def test_a_closed_sampler_holds_nothing_of_a_base():
   engine = sampler()
   engine.load_weights(joined(), version=1)
-  assert engine._kept is not None
+  assert engine._weight_sync._kept is not None
   engine.close()
-  assert engine._kept is None and engine._weights is None
+  assert engine._weight_sync._kept is None and engine._weights is None
 
 
 def assert_like(weights, described):

@@ -212,7 +212,7 @@ def test_a_layer_at_a_time_leaves_the_trainers_devices():
   held = jax.live_arrays()
   known, most, of_all = {id(x) for x in held}, 0, 0
   with sampler(deep, (4,)) as engine:
-    gathering = engine._gathering_of(tree)
+    gathering = engine._weight_sync._gathering_of(tree)
     move = gathering._moved
 
     def moved(arrays, like):

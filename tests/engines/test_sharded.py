@@ -11,11 +11,11 @@ import pytest
 from grpo_jax.engines import (
   continuous_batching,
   decoding,
-  jax_sampler,
   kv_cache,
   sampler_inputs,
   sampler_weights,
   scheduling,
+  weight_sync,
 )
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.learn import sharding
@@ -59,7 +59,7 @@ def prefill_on(shape):
   tree = transformer.init(jax.random.key(0), model_config)
   lies = sharding.param_shardings(transformer.logical_axes(model_config), mesh, shapes=tree)
   tree = jax.device_put(tree, lies)
-  options = jax_sampler._with_sharding(
+  options = weight_sync._with_sharding(
     sampler_inputs.Options(model_config, Products(), chunk=4), tree
   )
   weights = sampler_weights.split_layers(tree, options)

@@ -300,14 +300,14 @@ def test_a_request_that_comes_during_a_load_is_served(in_flight, monkeypatch):
   """By the old weights meanwhile if updates are planned in flight, otherwise by the new ones."""
   engine = sampler(in_flight_updates=in_flight)
   begun, may_end = threading.Event(), threading.Event()
-  copied = engine._copied
+  copied = engine._weight_sync.copied
 
   def slowly(*arguments):
     begun.set()
     assert may_end.wait(60)
     return copied(*arguments)
 
-  monkeypatch.setattr(engine, "_copied", slowly)
+  monkeypatch.setattr(engine._weight_sync, "copied", slowly)
   tree, found = tiny.params(CONFIG, 1), []
   load = threading.Thread(target=engine.load_weights, args=(tree,), kwargs={"version": 1})
   ask = lambda: found.append(tiny.run(engine, [tiny.request("x", [1, 2])])["x"])
@@ -327,13 +327,13 @@ def test_a_request_that_comes_during_a_load_is_served(in_flight, monkeypatch):
 
 def test_an_engine_that_is_closed_during_a_load_stays_closed(monkeypatch):
   engine = sampler(in_flight_updates=True)
-  copied = engine._copied
+  copied = engine._weight_sync.copied
 
   def closed(*arguments):
     engine.close()
     return copied(*arguments)
 
-  monkeypatch.setattr(engine, "_copied", closed)
+  monkeypatch.setattr(engine._weight_sync, "copied", closed)
   with pytest.raises(RuntimeError, match="closed"):
     engine.load_weights(tiny.params(CONFIG), version=1)
   assert engine._weights is None
