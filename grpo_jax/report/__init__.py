@@ -1,6 +1,6 @@
 """The page of a run: one self-contained HTML file with curves and sampled groups.
 
-`report_data.load` reads a run folder, `render` makes the page (pure), `write` does both and stores
+`run_data.load` reads a run folder, `render` makes the page (pure), `write` does both and stores
 report.html in the folder. Text that models wrote is embedded as JSON with every "<" escaped, and
 shown as plain text; a content security policy allows only the page's own scripts.
 
@@ -24,7 +24,7 @@ from grpo_jax import processes
 from grpo_jax.files import local_paths
 from grpo_jax.files.atomic import replace_file
 from grpo_jax.groups import learning_signal
-from grpo_jax.report import run_data
+from grpo_jax.report import figures, run_data, sampled_groups
 from grpo_jax.report.run_data import RunData
 from grpo_jax.run_folder import console
 
@@ -37,7 +37,7 @@ def write(folder: str | Path) -> Path:
   If a run has several processes, only the main one writes it.
 
   Raises:
-    report_data.NoRunError: The folder does not exist, or no run has written to it.
+    run_data.NoRunError: The folder does not exist, or no run has written to it.
   """
   path = Path(folder) / "report.html"
   if processes.is_main():
@@ -47,7 +47,7 @@ def write(folder: str | Path) -> Path:
 
 def render(run: RunData) -> str:
   """Returns the page of one run."""
-  groups, note = run_data.samples(run)
+  groups, note = sampled_groups.samples(run)
   return page(
     title=run.name,
     facts=facts(run),
@@ -55,9 +55,9 @@ def render(run: RunData) -> str:
     notes=[*run.problems, *learning_signal.at_the_beginning(run.rows), *warnings_of(run)],
     config=run_data.flatten(run.config),
     data={
-      "panels": run_data.panels([run]),
-      "quiet": run_data.quiet_panels([run]),
-      "others": run_data.other_panels([run]),
+      "panels": figures.panels([run]),
+      "quiet": figures.quiet_panels([run]),
+      "others": figures.other_panels([run]),
       "samples": groups,
       "samples_note": note,
       "samples_of": "behavior policy" if run_data.is_offline(run) else "engine",
@@ -87,9 +87,9 @@ def render_comparison(runs: Sequence[RunData]) -> str:
     notes=[f"{run.name}: {problem}" for run in runs for problem in run.problems],
     config=differing,
     data={
-      "panels": run_data.panels(runs),
-      "quiet": run_data.quiet_panels(runs),
-      "others": run_data.other_panels(runs),
+      "panels": figures.panels(runs),
+      "quiet": figures.quiet_panels(runs),
+      "others": figures.other_panels(runs),
       "samples": None,
       "samples_note": "",
       "samples_of": "engine",
@@ -114,7 +114,7 @@ def page(
     tiles: Tuples (name, value before or "", value, remark).
     notes: Sentences that the reader should not miss.
     config: Values by dotted name.
-    data: Data that the page's scripts draw; see `report_data`.
+    data: Data that the page's scripts draw; see `figures` and `sampled_groups`.
   """
   charts, browser = (_script(name) for name in ("charts.html", "browser.html"))
   esc = html.escape

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from grpo_jax import metrics
-from grpo_jax.report import run_data
+from grpo_jax.report import figures
 from grpo_jax.run_folder import console
 from grpo_jax.types import (
   EffectiveSampleShare,
@@ -288,7 +288,7 @@ def test_what_is_printed_and_drawn_is_in_the_table():
   printed = {name for column in console.COLUMNS for name in column.metrics} - {console.LEFT}
   drawn = [
     c.replace("[!1]*", "4").replace("1?*", "16").replace("*", "x")
-    for panel in run_data.PANELS
+    for panel in figures.PANELS
     for c in (*panel.curves.values(), panel.band)
     if c
   ]

@@ -13,7 +13,7 @@ from grpo_jax import evaluation, report, train
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.data.formats import RowError
 from grpo_jax.models import loading
-from grpo_jax.report import run_data
+from grpo_jax.report import figures, run_data
 from tests.runs.test_train import StopWhen, assert_same_state, reported
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -358,7 +358,7 @@ def test_data_that_change_under_a_run_are_noticed(make_config, files, tmp_path):
 def test_the_report_speaks_of_ranking_and_of_no_engine(plain):
   page = (plain / "report.html").read_text()
   run = run_data.load(plain)
-  titles = [panel["title"] for panel in run_data.panels([run])]
+  titles = [panel["title"] for panel in figures.panels([run])]
   assert "Policy against the behavior policy" in titles
   assert not any("engine" in title for title in titles)
   assert ("engine", "there_is_none") not in report.facts(run)

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from grpo_jax import metrics, report
-from grpo_jax.report import run_data
+from grpo_jax.report import figures, run_data, sampled_groups
 from grpo_jax.run_folder import console, loggers
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
 
@@ -136,7 +136,7 @@ def test_every_recorded_metric_is_in_some_figure(run_folder):
   run = run_data.load(run_folder)
   page = Page(report.render(run))
   others = {one["title"] for one in page.data["others"]}
-  patterns = [c for p in run_data.PANELS for c in (*p.curves.values(), p.band) if "*" not in c]
+  patterns = [c for p in figures.PANELS for c in (*p.curves.values(), p.band) if "*" not in c]
   recorded = {name for row in run.rows for name in row} - {"step", "time/step_s"}
   in_panels = set(patterns) | {"eval/heldout/accuracy", "eval/heldout/pass@4"}
   assert recorded - in_panels - others == set()
@@ -157,7 +157,7 @@ def test_sampled_groups_are_those_of_the_files(run_folder):
   page = Page(report.render(run_data.load(run_folder)))
   steps = page.data["samples"]
   assert (steps[0]["step"], steps[-1]["step"]) == (0, 29)
-  assert len(steps) == run_data.MAX_STEPS
+  assert len(steps) == sampled_groups.MAX_STEPS
   lines = (run_folder / "rollouts" / "step_000029.jsonl").read_text().splitlines()
   record = json.loads(lines[11])  # the fourth rollout of the second group.
   shown = steps[-1]["groups"][1]["rollouts"][3]
@@ -287,12 +287,12 @@ def test_a_long_run_of_long_completions_gives_a_page_below_five_megabytes(tmp_pa
   data = Page(path.read_text(encoding="utf-8")).data
   shown = data["samples"]
   assert {0, 59} <= {one["step"] for one in shown}
-  assert len(shown[0]["groups"]) == run_data.MAX_GROUPS
+  assert len(shown[0]["groups"]) == sampled_groups.MAX_GROUPS
   rollout = shown[0]["groups"][0]["rollouts"][0]
   assert len(rollout["texts"]) + rollout["omitted"] == rollout["length"] == 3000
   assert f"{len(shown)} of 60 recorded steps" in data["samples_note"]
   curve = data["others"][0]["series"][0]
-  assert len(curve["x"]) == len(curve["y"]) <= run_data.MAX_POINTS
+  assert len(curve["x"]) == len(curve["y"]) <= figures.MAX_POINTS
   assert np.mean(curve["y"]) == pytest.approx(np.mean([row["env/e/0"] for row in rows]), abs=1e-6)
 
 
@@ -304,10 +304,10 @@ def test_environment_tokens_and_missing_logprobs_look_different(tmp_path):
     "loss_mask": [1, 0], "behavior_logprobs": [-1.0, 0.0], "policy_logprobs": [-1.5, None],
     "weight_versions": [3, -1],
   }  # fmt: skip
-  shown = run_data._rollout(record)
+  shown = sampled_groups._rollout(record)
   assert (shown["mask"], shown["delta"]) == ([1, 0], [-0.5, None])
   assert shown["sampled"] == "after 3 updates"
-  without = run_data._rollout(record | {"policy_logprobs": None, "token_texts": None})
+  without = sampled_groups._rollout(record | {"policy_logprobs": None, "token_texts": None})
   assert (without["delta"], without["texts"]) == (None, ["ab"])
 
 
@@ -329,16 +329,16 @@ def groups_file(tmp_path, groups):
 @pytest.mark.parametrize("learned_from", [[1, 4], [40, 41], [*range(20)], []])
 def test_groups_that_were_learned_from_are_shown_first(tmp_path, learned_from):
   groups = [-1.0 if i in learned_from else None for i in range(42)]
-  (step,), _ = run_data.samples(run_data.load(groups_file(tmp_path, groups)))
+  (step,), _ = sampled_groups.samples(run_data.load(groups_file(tmp_path, groups)))
   compared = [rollout["delta"] is not None for g in step["groups"] for rollout in g["rollouts"]]
-  found = min(len(learned_from), run_data.MAX_GROUPS)
-  assert compared == [True] * found + [False] * (run_data.MAX_GROUPS - found)
+  found = min(len(learned_from), sampled_groups.MAX_GROUPS)
+  assert compared == [True] * found + [False] * (sampled_groups.MAX_GROUPS - found)
 
 
 def test_a_huge_file_is_not_searched_to_its_end(tmp_path, monkeypatch):
-  monkeypatch.setattr(run_data, "MAX_SCAN", 3000)
-  (step,), _ = run_data.samples(run_data.load(groups_file(tmp_path, [*[None] * 40, -1.0])))
-  assert len(step["groups"]) == run_data.MAX_GROUPS
+  monkeypatch.setattr(sampled_groups, "MAX_SCAN", 3000)
+  (step,), _ = sampled_groups.samples(run_data.load(groups_file(tmp_path, [*[None] * 40, -1.0])))
+  assert len(step["groups"]) == sampled_groups.MAX_GROUPS
   assert all(rollout["delta"] is None for g in step["groups"] for rollout in g["rollouts"])
 
 
@@ -519,9 +519,9 @@ def test_the_ticks_of_flat_curves_are_distinct():
 
 
 def test_steps_are_spread_from_both_ends_inwards():
-  order = run_data._spread(list(range(100)), 5)
+  order = sampled_groups._spread(list(range(100)), 5)
   assert order[:2] == [99, 0] and sorted(order) == [0, 25, 50, 74, 99]
-  assert run_data._spread([], 5) == [] and run_data._spread([7], 5) == [7]
+  assert sampled_groups._spread([], 5) == [] and sampled_groups._spread([7], 5) == [7]
 
 
 def test_an_unhealthy_end_is_described_in_words(tmp_path):
