@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from grpo_jax.learn import sharding
-from grpo_jax.models import adapter_files, lora, safetensors
+from grpo_jax.models import adapter_files, lora, peft_format, safetensors
 from grpo_jax.models.errors import MissingModel, ModelError
 from tests.models import tiny
 
@@ -258,7 +258,7 @@ def test_only_one_leaf_is_on_the_host(monkeypatch):
 
 def test_a_rank_stabilised_scale_is_one_that_every_reader_multiplies_by():
   options = lora.Options(9, 8.0, rank_stabilized=True)
-  written = adapter_files.to_peft(options, base="x")
+  written = peft_format.to_peft(options, base="x")
   assert written["use_rslora"] is False
   assert written["lora_alpha"] / written["r"] == pytest.approx(options.scale, rel=1e-15)
   assert written["lora_alpha"] == 24 and type(written["lora_alpha"]) is int

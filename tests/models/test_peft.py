@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 
-from grpo_jax.models import adapter_files, export, lora, safetensors, transformer
+from grpo_jax.models import adapter_files, export, lora, peft_format, safetensors, transformer
 from tests.models import tiny
 
 # PEFT 0.21 uses names that transformers 5 has renamed.
@@ -232,7 +232,7 @@ def test_gradients_of_an_adapter_are_those_of_peft_in_float64(tmp_path, monkeypa
     for name, weight in model.named_parameters()
     if weight.grad is not None
   }
-  found = adapter_files.stored(loaded.config, options)
+  found = peft_format.stored(loaded.config, options)
   assert {each.name for each in found} == {*theirs}
   for each in found:
     gradient = ours[f"{each.kernel}/{each.part}"][each.layer].T

@@ -1,0 +1,239 @@
+"""PEFT's format of an adapter: the names of its tensors, and the options in adapter_config.json.
+
+Options that change what an adapter computes are refused by name. A file may be untrusted: its
+patterns are never executed.
+
+Reference:
+  Format: https://huggingface.co/docs/peft/developer_guides/checkpoint (PEFT 0.21).
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_jax.models import lora
+from grpo_jax.models.config import MOST_LAYERS, ModelConfig
+from grpo_jax.models.errors import ModelError
+from grpo_jax.models.fields import Fields, short
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredFactor:
+  """One tensor of a PEFT folder, and its place in the tree of an adapter."""
+
+  name: str
+  kernel: str
+  part: str  # "a" or "b".
+  layer: int
+  shape: tuple[int, ...]  # in the file: [r, i] or [o, r].
+
+
+def stored(config: ModelConfig, options: lora.Options) -> list[StoredFactor]:
+  """Returns every tensor of a PEFT folder, in the order of the adapter's tree."""
+  return [
+    StoredFactor(tensor_name(kernel, layer, part), kernel, part, layer, leaf.shape[:0:-1])
+    for kernel, parts in lora.tree(config, options).items()
+    for part, leaf in parts.items()
+    for layer in range(config.num_layers)
+  ]
+
+
+def by_leaf(
+  config: ModelConfig, options: lora.Options
+) -> dict[tuple[str, str], list[StoredFactor]]:
+  """Returns the tensors of each leaf (kernel, part) of an adapter, in the order of the layers."""
+  found: dict[tuple[str, str], list[StoredFactor]] = {}
+  for each in stored(config, options):
+    found.setdefault((each.kernel, each.part), []).append(each)
+  return found
+
+
+def to_peft(options: lora.Options, *, base: str) -> dict[str, Any]:
+  """Returns the content of adapter_config.json.
+
+  SGLang 0.5.23 multiplies by lora_alpha / r whatever use_rslora says. So a rank-stabilised scale
+  α / √r is written as lora_alpha = α √r without use_rslora, which all readers understand alike.
+
+  Args:
+    options: Options of the adapter.
+    base: Name or folder of the base model.
+  """
+  alpha = options.alpha * math.sqrt(options.rank) if options.rank_stabilized else options.alpha
+  return {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "base_model_name_or_path": base,
+    "r": options.rank,
+    "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+    "lora_dropout": 0.0,
+    "bias": "none",
+    "target_modules": [_module(kernel) for kernel in lora.targets(options.targets)],
+    "use_rslora": False,
+    "use_dora": False,
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "modules_to_save": None,
+  }
+
+
+def refuse_other_methods(fields: Fields) -> None:
+  """Raises ModelError for options that change what an adapter computes, each by its name."""
+  kind = fields.get("peft_type")
+  if kind != "LORA":
+    raise fields.wrong("peft_type", "LORA; adapters of other kinds are not supported")
+  if fields.get("task_type") not in (None, "CAUSAL_LM"):
+    raise fields.wrong("task_type", "CAUSAL_LM")
+  if fields.get("bias") not in (None, "none"):
+    raise fields.wrong("bias", "none; trained biases are not supported")
+  initial = fields.get("init_lora_weights")
+  if not isinstance(initial, bool | None) and initial not in _HARMLESS_INITIALIZERS:
+    needed = "true, false, or one of " + ", ".join(_HARMLESS_INITIALIZERS)
+    reason = "other initialisers change the base, too, which is not in these files"
+    raise fields.wrong("init_lora_weights", f"{needed}; {reason}")
+  for name in fields.names():
+    if name in _HARMLESS or _is_off(fields.get(name)):
+      continue
+    reason = _REFUSED.get(name, "this option is not known here, and may change the adapter")
+    raise ModelError(f"{fields.where}: {name}={short(fields.get(name))}: {reason}")
+
+
+def _is_off(value: Any) -> bool:
+  """Returns whether an option has no effect; a 0 may be the number of a layer."""
+  return value is False or (isinstance(value, str | list | dict) and not value)
+
+
+def targets(
+  fields: Fields, shapes: Mapping[str, Any], layers: int | None, where: str
+) -> tuple[str, ...]:
+  """Returns the kernels with an adapter.
+
+  A list is resolved as PEFT resolves it. A regular expression from a file is not executed, as it
+  could take for ever: the tensors say which modules it has matched.
+
+  Args:
+    fields: Content of adapter_config.json.
+    shapes: Shapes of the tensors of the folder, by name.
+    layers: Number of layers of the base model; None: as many as have an adapter.
+    where: File of the tensors, for errors.
+
+  Raises:
+    ModelError: No kernel has an adapter, or the list has a kernel of some layers only.
+  """
+  given, excluded = fields.get("target_modules"), fields.get("exclude_modules") or []
+  for name, value in {"target_modules": given, "exclude_modules": excluded}.items():
+    if not isinstance(value, str | list):
+      raise fields.wrong(name, "a list of modules, or a string")
+  present = _present(shapes)
+  if not present:
+    raise ModelError(f"{where}: no tensor is an adapter of a kernel of a layer")
+  if isinstance(given, list) and isinstance(excluded, list):
+    count = 1 + max(layer for _, layer in present) if layers is None else layers
+    return _listed(fields, min(count, MOST_LAYERS))
+  return tuple(kernel for kernel in lora.MODULES if any(kernel == own for own, _ in present))
+
+
+def _present(shapes: Mapping[str, Any]) -> set[tuple[str, int]]:
+  """Returns the kernels and layers that have tensors."""
+  kernels = {module: kernel for kernel, module in lora.MODULES.items()}
+  found = set()
+  for name in shapes:
+    match = _TENSOR_NAME.fullmatch(name)
+    if match and match["module"] in kernels:
+      found.add((kernels[match["module"]], int(match["layer"])))
+  return found
+
+
+def _listed(fields: Fields, layers: int) -> tuple[str, ...]:
+  """Returns the kernels that lists of module names mean; raises the same errors as `targets`."""
+  wanted = set(fields.strings("target_modules"))
+  excluded = set(fields.strings("exclude_modules"))
+  found = []
+  for kernel in lora.MODULES:
+    endings = [_endings(_module_path(kernel, layer)) for layer in range(layers)]
+    are_in = [not wanted.isdisjoint(own) and excluded.isdisjoint(own) for own in endings]
+    if any(are_in) and not all(are_in):
+      raise ModelError(
+        f"{fields.where}: target_modules has {_module(kernel)} of some layers and not of layer"
+        f" {are_in.index(False)}; an adapter of all layers is needed"
+      )
+    if all(are_in):
+      found.append(kernel)
+  if not found:
+    known = [_module(kernel) for kernel in lora.MODULES]
+    raise fields.wrong("target_modules", f"kernels of a layer: {', '.join(known)}")
+  return tuple(found)
+
+
+def _endings(path: str) -> list[str]:
+  """Returns what PEFT takes for the name of a module: its path, from any dot on."""
+  parts = path.split(".")
+  return [".".join(parts[start:]) for start in range(len(parts))]
+
+
+def tensor_name(kernel: str, layer: int, part: str) -> str:
+  """Returns the name of the tensor of a factor, part "a" or "b", of a kernel in a layer."""
+  return f"base_model.model.{_module_path(kernel, layer)}.lora_{part.upper()}.weight"
+
+
+def _module_path(kernel: str, layer: int) -> str:
+  return f"model.layers.{layer}.{lora.MODULES[kernel]}"
+
+
+def _module(kernel: str) -> str:
+  return lora.MODULES[kernel].split(".")[1]
+
+
+_TENSOR_NAME = re.compile(
+  r"base_model\.model\.model\.layers\.(?P<layer>\d{1,6})\.(?P<module>\w+\.\w+)\.lora_[AB]\.weight"
+)
+
+# Initialisers that leave the base as it is.
+_HARMLESS_INITIALIZERS = ("gaussian", "orthogonal", "eva")
+
+# Options that do not change what a trained adapter computes, or that are read.
+_HARMLESS = frozenset(
+  (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "bias",
+    "ensure_weight_tying",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "init_lora_weights",
+    "layers_pattern",  # without layers_to_transform.
+    "loftq_config",  # without init_lora_weights "loftq".
+    "lora_alpha",
+    "lora_dropout",  # of training only.
+    "megatron_config",
+    "megatron_core",
+    "peft_type",
+    "peft_version",
+    "qalora_group_size",  # without use_qalora.
+    "r",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+    "use_rslora",
+  )
+)
+
+# Options that are refused unless they are off, with the reason.
+_REFUSED = {
+  "alpha_pattern": "all kernels need the same lora_alpha",
+  "alora_invocation_tokens": "an adapter of all tokens is needed",
+  "fan_in_fan_out": "the base must hold its kernels as [out, in]",
+  "layer_replication": "the base must have its own layers",
+  "layers_to_transform": "an adapter of all layers is needed",
+  "lora_bias": "adapters with biases are not supported",
+  "modules_to_save": "only adapters of kernels are supported, not whole modules",
+  "rank_pattern": "all kernels need the same rank r",
+  "target_parameters": "only adapters of the kernels of layers are supported",
+  "trainable_token_indices": "only adapters of kernels are supported, not embeddings",
+  "use_dora": "DoRA is not supported",
+  "use_qalora": "QA-LoRA is not supported",
+}
