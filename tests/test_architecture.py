@@ -60,6 +60,7 @@ NOT_PURE = {
   "models/gguf_header.py",
   "models/loading.py",
   "models/merged_tensors.py",
+  "models/parameter_reading.py",
   "models/safetensors.py",
   "models/sources.py",
   "models/tiny.py",

@@ -18,7 +18,7 @@ from grpo_jax.data import formats, prompts
 from grpo_jax.engines.base import Generation, GenerationRequest, SamplingParams
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.learn import adapters
-from grpo_jax.models import loading
+from grpo_jax.models import loading, parameter_reading
 from grpo_jax.models.fields import Fields
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.values import options
@@ -85,7 +85,7 @@ class Sampler:
       return self.load(None, before=False).params
     self._loaded = None  # never two sets of weights in memory.
     shardings = computation.shardings_of(found.config, device_options.trainer_mesh(self._config))
-    return loading.read_params(found.tensors, found.config, sharding=lambda _: shardings)
+    return parameter_reading.read_params(found.tensors, found.config, sharding=lambda _: shardings)
 
   def sample(
     self,

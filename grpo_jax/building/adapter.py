@@ -17,7 +17,7 @@ from grpo_jax.config import lora_options
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.config.options import Config
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.models import adapter_files, leaves, loading, lora
+from grpo_jax.models import adapter_files, leaves, loading, lora, parameter_reading
 from grpo_jax.run_folder.checkpointing import Checkpoints
 
 _log = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ def with_rounding(config: Config, model: loading.Loaded) -> loading.Loaded:
     return model
   own = [model.rounding.squared_error, model.rounding.squared_norm]
   parts = processes.exchange(own, what="the rounding of the base")
-  rounding = loading.Rounding(*(sum(part) for part in zip(*parts, strict=True)))
+  rounding = parameter_reading.Rounding(*(sum(part) for part in zip(*parts, strict=True)))
   if rounding.relative:
     _log.warning(
       "model.lora.base_dtype=%r rounds the weights of %s by a relative %.1e; lora/relative_change"

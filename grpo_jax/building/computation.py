@@ -33,7 +33,7 @@ from grpo_jax.config.options import Config
 from grpo_jax.engines.base import SamplingParams
 from grpo_jax.groups import credit
 from grpo_jax.learn import adapters, monitoring, operations, policy, screening, sharding, train_step
-from grpo_jax.models import export, leaves, loading, transformer
+from grpo_jax.models import export, leaves, parameter_reading, transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 from grpo_jax.processes import arrays
@@ -63,7 +63,7 @@ class WeightsSpec:
 
   Attributes:
     described: Shapes, dtypes and shardings of the weights.
-    dtype: Their dtypes; see `loading.Dtypes`.
+    dtype: Their dtypes; see `parameter_reading.Dtypes`.
   """
 
   described: Any
@@ -493,6 +493,6 @@ def described_weights(model: ModelConfig, shardings: Any, *, dtype: Any = np.flo
   """Returns shapes, dtypes and shardings of all weights of a model."""
 
   def described(leaf: leaves.Leaf, sharding: Any) -> Any:
-    return loading.described(leaf, sharding, dtype)
+    return parameter_reading.described(leaf, sharding, dtype)
 
   return jax.tree.map(described, leaves.tree(model), shardings)

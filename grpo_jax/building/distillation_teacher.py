@@ -22,7 +22,7 @@ from grpo_jax.data import vocabularies
 from grpo_jax.engines import multihost, probe, prompt_scoring
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.learn import sharding, train_step
-from grpo_jax.models import loading
+from grpo_jax.models import parameter_reading
 from grpo_jax.processes import arrays, bulk
 from grpo_jax.rollouts import work_sharing
 from grpo_jax.rollouts.loop_thread import LoopThread
@@ -136,7 +136,7 @@ def read(found: stored.StoredWeights, program: Teacher) -> Any:
   shardings = jax.tree.map(lambda leaf: leaf.sharding, program.weights)
   dtype = jax.tree.leaves(program.weights)[0].dtype
   try:
-    return loading.read_params(
+    return parameter_reading.read_params(
       found.tensors, found.config, sharding=lambda _: shardings, dtype=dtype
     )
   except (ExpectedFailure, OSError) as error:

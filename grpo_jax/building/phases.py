@@ -22,7 +22,7 @@ from grpo_jax.groups import credit
 from grpo_jax.learn import screening, sharding, train_step
 from grpo_jax.learn.policy import Policy
 from grpo_jax.metrics import timing
-from grpo_jax.models import adapter_files, export, loading, lora
+from grpo_jax.models import adapter_files, export, loading, lora, parameter_reading
 from grpo_jax.processes import arrays
 from grpo_jax.rl.estimators import Estimator
 from grpo_jax.rl.objective_options import Options
@@ -253,7 +253,7 @@ def publish(
   *,
   policy: Policy,
   model: loading.ModelFacts,
-  rounding: loading.Rounding,
+  rounding: parameter_reading.Rounding,
   folder: pathlib.Path,
   dtype: str | None,
   max_shard_gb: float | None,

@@ -43,7 +43,7 @@ from grpo_jax.learn import monitoring, train_step
 from grpo_jax.learn.group_scoring import GroupScorer
 from grpo_jax.learn.policy import Policy
 from grpo_jax.metrics import timing
-from grpo_jax.models import loading
+from grpo_jax.models import parameter_reading
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.rollouts.stream import GroupStream
 from grpo_jax.run_folder import checkpointing, earlier_run, evaluation_log, loggers, workdirs
@@ -194,7 +194,7 @@ class _Loaded:
 
   engine: Engine
   made: Computation
-  rounding: loading.Rounding
+  rounding: parameter_reading.Rounding
   scorer: GroupScorer
   policy: Policy
   teacher: distillation_teacher.Score | None

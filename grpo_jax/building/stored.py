@@ -20,7 +20,15 @@ from grpo_jax.config.configuration import ConfigError
 from grpo_jax.config.options import Config
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.learn import adapters, policy
-from grpo_jax.models import adapter_files, loading, lora, merged_tensors, safetensors, sources
+from grpo_jax.models import (
+  adapter_files,
+  loading,
+  lora,
+  merged_tensors,
+  parameter_reading,
+  safetensors,
+  sources,
+)
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.processes import arrays
 from grpo_jax.run_folder import stored_steps, stored_weights
@@ -56,7 +64,7 @@ class StoredWeights:
     base: Tensors of the adapter's base; None: there is no adapter, and `tensors` are all.
     base_name: Name or folder of the adapter's base, for other programs.
     dtypes: Dtypes in which the weights, or the adapter's base, are read onto devices; see
-      `loading.Dtypes`.
+      `parameter_reading.Dtypes`.
     tokenizer: Folder of an adapter with a tokenizer, which comes before that in `directory`; None:
       there is none.
   """
@@ -197,7 +205,7 @@ def _joined(
 ) -> StoredWeights:
   """Returns the weights of a base with an adapter; the user has named the base."""
   dtypes = adapters.read_dtypes(adapter.options)
-  rounded = functools.partial(loading.rounded, dtypes=dtypes)
+  rounded = functools.partial(parameter_reading.rounded, dtypes=dtypes)
   base = weights.tensors
   tensors = merged_tensors.MergedTensors(base, adapter, weights.config, rounded=rounded)
   name = sources.portable(name, weights.directory)
@@ -220,7 +228,7 @@ def load(weights: StoredWeights, *, like: Any = None) -> loading.Loaded:
   places = None if like is None else policy.shardings_of(lora.base_of(like))
   sharding = None if places is None else lambda _: places
   tensors = weights.tensors if weights.base is None else weights.base
-  params = loading.read_params(tensors, config, sharding=sharding, dtype=weights.dtypes)
+  params = parameter_reading.read_params(tensors, config, sharding=sharding, dtype=weights.dtypes)
   if adapter is not None:
     params = lora.join(params, _placed(adapter, config, like), adapter.options.scale)
   return loading.Loaded(config, params, weights.directory, weights.model.generation)

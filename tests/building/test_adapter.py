@@ -16,7 +16,7 @@ from grpo_jax.building import adapter, computation
 from grpo_jax.config import run_options
 from grpo_jax.config.configuration import ConfigError, typed
 from grpo_jax.learn import sharding
-from grpo_jax.models import adapter_files, export, leaves, loading, lora, tiny
+from grpo_jax.models import adapter_files, export, leaves, loading, lora, parameter_reading, tiny
 from grpo_jax.run_folder import checkpointing
 
 
@@ -59,7 +59,7 @@ def test_the_rounding_of_the_base_is_measured_while_it_is_read(model, dtype, cap
   for stored in leaves.stored(sizes):
     if stored.leaf.kind in read.dtype:
       values = tensors.read(stored.name).astype(np.float64)
-      rounded = loading.rounded(tensors.read(stored.name), stored.leaf, dtypes=read.dtype)
+      rounded = parameter_reading.rounded(tensors.read(stored.name), stored.leaf, dtypes=read.dtype)
       exact += np.sum(values**2)
       error += np.sum((rounded - values) ** 2)
   np.testing.assert_allclose(found, np.sqrt(error / exact), rtol=1e-4)
@@ -89,7 +89,7 @@ def test_processes_that_read_the_same_weights_count_them_once(monkeypatch):
         each: (slice(2, 4),) for each in devices[2:]
       }
 
-  assert loading._shares(Sharding(), (4,)) == {((0, 2, 1),): 0.5, ((2, 4, 1),): 0.5}
+  assert parameter_reading._shares(Sharding(), (4,)) == {((0, 2, 1),): 0.5, ((2, 4, 1),): 0.5}
   parts = [[1.0, 8.0], [2.0, 8.0], [1.0, 8.0], [5.0, 12.0]]
   monkeypatch.setattr(adapter.processes, "exchange", lambda own, *, what: parts)
   read = loading.Loaded(tiny._config("llama", 32), {}, pathlib.Path(), {})

@@ -13,7 +13,7 @@ import pytest
 from grpo_jax import batching
 from grpo_jax.batching import packing
 from grpo_jax.learn import adapters, optim, policy, sharding, train_step
-from grpo_jax.models import leaves, loading, lora, transformer
+from grpo_jax.models import leaves, lora, parameter_reading, transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.placement import MeshPlacement
 from grpo_jax.models.products import Products
@@ -72,7 +72,7 @@ def made(
   )
   dtypes: Any = np.float32 if options is None else adapters.read_dtypes(options)
   read = jax.tree.map(
-    lambda leaf, at: loading.described(leaf, at, dtypes), leaves.tree(config), lies
+    lambda leaf, at: parameter_reading.described(leaf, at, dtypes), leaves.tree(config), lies
   )
   composition = None
   if options is not None:

@@ -11,7 +11,16 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.learn import adapters, sharding
-from grpo_jax.models import export, leaves, loading, lora, quantized, safetensors, transformer
+from grpo_jax.models import (
+  export,
+  leaves,
+  loading,
+  lora,
+  parameter_reading,
+  quantized,
+  safetensors,
+  transformer,
+)
 from grpo_jax.models.errors import ModelError
 from grpo_jax.models.placement import MeshPlacement
 from grpo_jax.models.products import Products
@@ -149,7 +158,9 @@ def folder(tmp_path_factory):
 def read(folder, base_dtype, mesh=None):
   dtypes = adapters.read_dtypes(lora.Options(rank=2, base_dtype=base_dtype))
   lies = lambda axes: jax.tree.map(
-    lambda leaf, at: jax.tree.map(lambda x: x.sharding, loading.described(leaf, at, dtypes)),
+    lambda leaf, at: jax.tree.map(
+      lambda x: x.sharding, parameter_reading.described(leaf, at, dtypes)
+    ),
     leaves.tree(CONFIG),
     sharding.param_shardings(axes, mesh, shapes=leaves.tree(CONFIG)),
   )
@@ -174,11 +185,11 @@ def test_kernels_are_quantised_as_they_are_read(folder, base_dtype):
 def test_no_kernel_is_on_the_host_in_full_precision(tmp_path, monkeypatch):
   config = tiny.config(hidden_size=256, intermediate_size=4096, num_layers=2, vocab_size=64)
   large = export.to_huggingface(tiny.random_params(config), config, tmp_path / "m")
-  monkeypatch.setattr(loading, "_CHUNK_VALUES", 1 << 14)
+  monkeypatch.setattr(parameter_reading, "CHUNK_VALUES", 1 << 14)
   dtypes = adapters.read_dtypes(lora.Options(rank=2, base_dtype="nf4"))
   tensors = safetensors.open_folder(large)
   tracemalloc.start()
-  loading.read_params(tensors, config, dtype=dtypes)
+  parameter_reading.read_params(tensors, config, dtype=dtypes)
   _, most = tracemalloc.get_traced_memory()
   tracemalloc.stop()
   of_leaf = 2 * 256 * 4096  # weights.

@@ -25,7 +25,7 @@ from grpo_jax.config import run_options
 from grpo_jax.config.configuration import typed
 from grpo_jax.learn import monitoring, policy, sharding, train_step
 from grpo_jax.learn.group_scoring import GroupScorer
-from grpo_jax.models import loading
+from grpo_jax.models import loading, parameter_reading
 from grpo_jax.processes import arrays, starting
 from grpo_jax.run_folder import loggers
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
@@ -262,18 +262,18 @@ def none_compiled() -> Iterator[None]:
 @contextlib.contextmanager
 def counting_values() -> Iterator[list[int]]:
   """Yields the sizes of the parts of matrices that this process reads within the block."""
-  sizes, real = [], loading._read_part
+  sizes, real = [], parameter_reading._read_part
 
   def watched(*arguments: Any) -> np.ndarray:
     part = real(*arguments)
     sizes.append(part.size if part.ndim > 2 or part.size > 1000 else 0)
     return part
 
-  loading._read_part = watched
+  parameter_reading._read_part = watched
   try:
     yield sizes
   finally:
-    loading._read_part = real
+    parameter_reading._read_part = real
 
 
 def _compare_nothing(*_: Any, **__: Any) -> None:
