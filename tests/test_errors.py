@@ -4,7 +4,7 @@ import ast
 
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.learn.train_step import NonFiniteGradients
-from grpo_jax.run_folder.checkpointing import CheckpointError
+from grpo_jax.run_folder.checkpoint_errors import CheckpointError
 from tests.test_architecture import FILES, PACKAGE, ROOT, SATELLITES, is_standalone
 
 # Exceptions that do not leave the package: other code of the package catches them, or turns them

@@ -15,7 +15,7 @@ from grpo_jax.config.options import Config
 from grpo_jax.groups import group_json
 from grpo_jax.learn import policy, train_step
 from grpo_jax.rollouts import ahead
-from grpo_jax.run_folder import checkpointing, stored_leaves
+from grpo_jax.run_folder import checkpoint_reading, checkpointing, stored_leaves
 from grpo_jax.run_folder.keeper import RunState
 from grpo_jax.types import TrainState
 
@@ -26,7 +26,7 @@ def restore(
   checkpoints: checkpointing.Checkpoints,
   trainable: Any,
   made: Computation,
-  refuse: checkpointing.Refusal,
+  refuse: checkpoint_reading.Refusal,
   read_again: Callable[[], Any],
 ) -> RunState:
   """Returns the newest usable checkpoint's state, or the state of the model as it was read.
@@ -90,6 +90,6 @@ def refusal(
       group_json.decode(record)
     for _, record in extra["stream"].get("ahead", {}).get("ready", ()):
       group_json.decode(record)
-  except checkpointing.READING_FAILS as error:
+  except checkpoint_reading.READING_FAILS as error:
     return f"its position in the data cannot be used: {type(error).__name__}: {error}"
   return None

@@ -31,19 +31,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from grpo_jax import processes
-from grpo_jax.errors import ExpectedFailure
 from grpo_jax.run_folder import (
+  checkpoint_reading,
   orbax_noise,
+  state_leaves,
   step_folders,
   stored_arrays,
   stored_leaves,
   stored_steps,
 )
+from grpo_jax.run_folder.checkpoint_errors import CheckpointError, FolderError, OtherStateError
 from grpo_jax.run_folder.options import CheckpointOptions
 from grpo_jax.run_folder.step_folders import Folders
 
@@ -52,53 +50,6 @@ T = TypeVar("T")
 SEEN_S = 60.0  # seconds until the main process sees what the others have written.
 
 _log = logging.getLogger(__name__)
-
-
-class CheckpointError(ExpectedFailure, RuntimeError):
-  """A checkpoint could not be written, or none of those present can be used."""
-
-
-class OtherStateError(CheckpointError, ValueError):
-  """The checkpoints are of another model or optimizer than the run's."""
-
-
-class FolderError(CheckpointError, FileExistsError):
-  """Something else occupies the path of the checkpoints."""
-
-
-# (state, extra) → why a run cannot continue from them, or None if it can.
-Refusal = Callable[[Any, Any], str | None]
-
-# What Orbax and its readers raise for corrupt files.
-READING_FAILS = (
-  *(ArithmeticError, AssertionError, AttributeError, LookupError, OSError, TypeError, ValueError),
-  *(NotImplementedError, RecursionError),
-)
-
-
-def kept(
-  metric_of: Mapping[int, float | None],
-  *,
-  keep_last: int | None,
-  keep_best: int,
-  mode: str = "max",
-) -> set[int]:
-  """Returns the steps to keep: the newest `keep_last` and the best `keep_best`.
-
-  The newest is always kept. Steps without a metric, or with NaN, rank last;
-  of two equal metrics the newer step ranks higher.
-
-  Args:
-    metric_of: Metric that ranks each step, by step; None where it was not measured.
-    keep_last: Number of newest steps to keep; None keeps every step.
-    keep_best: Number of best steps to keep.
-    mode: Direction of the metric: "max" if larger is better, "min" if smaller is better.
-  """
-  newest_first = sorted(metric_of, reverse=True)
-  if keep_last is None:
-    return set(newest_first)
-  best_first = stored_steps.best_first(metric_of, mode)
-  return set(newest_first[: max(keep_last, 1)]) | set(best_first[:keep_best])
 
 
 class Checkpoints:
@@ -210,7 +161,8 @@ class Checkpoints:
     if step in self._own:
       return False
     leaves = {
-      name: stored_arrays.to_write(_raw(leaf)) for name, leaf in _named_leaves(state).items()
+      name: stored_arrays.to_write(state_leaves.raw(leaf))
+      for name, leaf in state_leaves.named_leaves(state).items()
     }
     info = {
       "step": step,
@@ -238,7 +190,11 @@ class Checkpoints:
     return True
 
   def restore_latest(
-    self, like: Any, *, allow_restart: bool = False, refuse: Refusal | None = None
+    self,
+    like: Any,
+    *,
+    allow_restart: bool = False,
+    refuse: checkpoint_reading.Refusal | None = None,
   ) -> tuple[Any, Any] | None:
     """Restores the newest usable checkpoint.
 
@@ -265,7 +221,7 @@ class Checkpoints:
     reasons: dict[int, stored_leaves.UnusableCheckpoint] = {}
     for step in reversed(self.steps()):
       try:
-        found = self._restored(step, like, refuse)
+        found = checkpoint_reading.restored(self._folders, self._arrays, step, like, refuse)
       except stored_leaves.UnusableCheckpoint as reason:
         reasons[step] = reason
         continue
@@ -338,48 +294,6 @@ class Checkpoints:
   def _path(self, step: int) -> Any:
     return self._folders.path(step)
 
-  def _restored(self, step: int, like: Any, refuse: Refusal | None) -> tuple[Any, Any]:
-    """Reads a checkpoint; raises UnusableCheckpoint if it is damaged, contradicts itself or is
-    refused.
-
-    What one process finds unusable is unusable for all.
-    """
-    _alike(lambda: self._check_files(step), what=f"the digests of step {step}")
-
-    def read() -> tuple[Any, Any]:
-      info = _readable(lambda: self._folders.info(step))
-      if info.step != step:
-        raise stored_leaves.UnusableCheckpoint(f"it holds step {info.step}: the folder was renamed")
-      state = self._read(step, info, like)
-      if refuse and (reason := refuse(state, info.extra)):
-        raise stored_leaves.UnusableCheckpoint(reason)
-      return state, info.extra
-
-    return _alike(read, what=f"the arrays of step {step}")
-
-  def _read(self, step: int, info: stored_leaves.Info, like: Any) -> Any:
-    """Restores the arrays of an intact checkpoint into the structure of `like`."""
-    path = self._path(step)
-    like = like(info.leaves) if callable(like) else like
-    wanted = _named_leaves(like)
-    raw = {name: _raw(leaf) for name, leaf in wanted.items()}
-    needed = {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in raw.items()}
-    stored_leaves.check_needed(info.leaves, needed)
-    try:
-      stored_leaves.check_stored(self._arrays.listed(path / "state"), info.leaves)
-      found = self._arrays.read(path / "state", raw)
-    except READING_FAILS as error:
-      raise self._folders.unreadable(step, orbax_noise.reason(error)) from error
-    # One leaf at a time, so that there is never a second copy of the whole state.
-    leaves = [_placed(found.pop(name), leaf) for name, leaf in wanted.items()]
-    state = jax.tree.unflatten(jax.tree.structure(like), leaves)
-    counted = _named_leaves(state).get("step")
-    if counted is not None and int(counted) != info.step:
-      raise stored_leaves.UnusableCheckpoint(
-        f"its state is of step {int(counted)}, not of step {info.step}"
-      )
-    return state
-
   def _make_place(self, step: int, info: str, num_bytes: int) -> None:
     """Makes the folder of a save, on the main process."""
     if not processes.is_main():
@@ -431,7 +345,7 @@ class Checkpoints:
       self._folders.complete(step, listed, self._broken)
       self._broken.clear()
       metric_of = {step: self._metric(step) for step in self._folders.steps()}
-      for surplus in set(metric_of) - kept(metric_of, **self._retention):
+      for surplus in set(metric_of) - stored_steps.kept(metric_of, **self._retention):
         self._folders.delete(surplus)
 
   def _wait_for(self, step: int, listed: Mapping[str, Any]) -> None:
@@ -462,17 +376,6 @@ class Checkpoints:
   def _metric(self, step: int) -> float | None:
     """Returns the metric that ranks a step, or None."""
     return stored_steps.chosen(self._folders.metrics(step), self._best_metric)
-
-  def _check_files(self, step: int) -> None:
-    """Compares a checkpoint with its manifest; each process digests its share of the files.
-
-    Raises:
-      UnusableCheckpoint: A file differs from the manifest.
-      CheckpointError: A file may not be read.
-    """
-    share = processes.index(), processes.count()
-    if reason := _readable(lambda: self._folders.damage(step, share)):
-      raise stored_leaves.UnusableCheckpoint(reason)
 
   def _clear_unfinished(self) -> None:
     """Removes and logs what a killed process left behind."""
@@ -529,41 +432,6 @@ def _on_disk(directory: str | os.PathLike[str]) -> step_folders.OnDisk:
   return step_folders.OnDisk(path)
 
 
-def _named_leaves(tree: Any) -> dict[str, Any]:
-  """Returns the leaves by path, e.g. "params.layers.q" or "opt_state.0.mu.embed", in tree order."""
-  paths_and_leaves = jax.tree_util.tree_leaves_with_path(tree)
-  named = {
-    jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths_and_leaves
-  }
-  if len(named) != len(paths_and_leaves):
-    raise ValueError("two leaves of the state have the same path; do its keys contain dots?")
-  return named
-
-
-def _is_random_key(leaf: Any) -> bool:
-  return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _raw(leaf: Any) -> Any:
-  """Returns the array stored for a leaf: a random key as its bits, a Python number as an array."""
-  if _is_random_key(leaf):
-    return jax.random.key_data(leaf)
-  if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-    return leaf
-  return np.asarray(leaf)
-
-
-def _placed(array: Any, like: Any) -> Any:
-  """Returns a restored array as the same kind of leaf as `like`."""
-  if _is_random_key(like):
-    return jax.random.wrap_key_data(jnp.array(array), impl=jax.random.key_impl(like))
-  if stored_arrays.is_bound(like) or isinstance(like, np.ndarray):
-    return array
-  if isinstance(like, jax.Array | jax.ShapeDtypeStruct):
-    return jnp.array(array)
-  return type(like)(array)
-
-
 @contextlib.contextmanager
 def _one_reason() -> Iterator[None]:
   """Gives the error of a failed save the message that the other processes report as well."""
@@ -577,41 +445,6 @@ def _by_main(work: Callable[[], T], *, what: str) -> T:
   """Returns what the main process finds, on all processes; a failure there is one of all."""
   found = processes.together(lambda: work() if processes.is_main() else None, what=what)
   return processes.broadcast(found)
-
-
-def _alike(work: Callable[[], T], *, what: str) -> T:
-  """Does what may find a checkpoint unusable on some processes only; then it is for all."""
-  found: Any = None
-  failure: Exception | None = None
-  try:
-    found = work()
-  except (stored_leaves.UnusableCheckpoint, CheckpointError) as error:
-    failure = error
-  verdict = None if failure is None else [type(failure).__name__, str(failure)]
-  verdicts = processes.exchange(verdict, what=what)
-  if failure is not None and processes.count() == 1:
-    raise failure
-  for name, reason in filter(None, verdicts):
-    raise processes.of_all(_VERDICTS[name](reason)) from failure
-  return found
-
-
-_VERDICTS: dict[str, type[Exception]] = {
-  kind.__name__: kind
-  for kind in (stored_leaves.UnusableCheckpoint, stored_leaves.OtherState, CheckpointError)
-}
-
-
-def _readable(read: Callable[[], T]) -> T:
-  """Reads a file; one without permission to read is not a damaged checkpoint to pass over.
-
-  Raises:
-    CheckpointError: A file may not be read.
-  """
-  try:
-    return read()
-  except PermissionError as error:
-    raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from error
 
 
 def _differing(sizes: Mapping[str, int], listed: Mapping[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_jax import interrupts, processes
 from grpo_jax.interrupts import Stopped
-from grpo_jax.run_folder import checkpointing
+from grpo_jax.run_folder import checkpoint_errors, checkpointing
 from grpo_jax.types import TrainState
 
 REACH_S = 10.0  # seconds that a process waits for the others before it saves what a failure left.
@@ -75,7 +75,7 @@ class Keeper:
     if kind is None:
       self.save()
       return False
-    if issubclass(kind, checkpointing.CheckpointError):
+    if issubclass(kind, checkpoint_errors.CheckpointError):
       return False  # the save itself failed.
     if kind is KeyboardInterrupt:
       _log.info("interrupted: saving a checkpoint; a second Ctrl-C ends at once, without one")
@@ -84,7 +84,7 @@ class Keeper:
       if self._others_are_here(is_worth_saving) and is_worth_saving:
         self.save()
         self._checkpoints.wait()
-    except checkpointing.CheckpointError as error:
+    except checkpoint_errors.CheckpointError as error:
       if issubclass(kind, Stopped):
         raise
       _log.error("and no checkpoint could be written: %s", error)

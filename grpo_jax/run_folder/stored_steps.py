@@ -1,4 +1,4 @@
-"""The checkpoints in a folder, and the best of them."""
+"""The checkpoints in a folder, the best of them, and those that are kept."""
 
 import contextlib
 import math
@@ -75,3 +75,28 @@ def best_first(metric_of: Mapping[int, float | None], mode: str = "max") -> list
   return sorted(
     sorted(metric_of, reverse=True), key=rank
   )  # stable: of equal ones, the newer first.
+
+
+def kept(
+  metric_of: Mapping[int, float | None],
+  *,
+  keep_last: int | None,
+  keep_best: int,
+  mode: str = "max",
+) -> set[int]:
+  """Returns the steps to keep: the newest `keep_last` and the best `keep_best`.
+
+  The newest is always kept. Steps without a metric, or with NaN, rank last;
+  of two equal metrics the newer step ranks higher.
+
+  Args:
+    metric_of: Metric that ranks each step, by step; None where it was not measured.
+    keep_last: Number of newest steps to keep; None keeps every step.
+    keep_best: Number of best steps to keep.
+    mode: Direction of the metric: "max" if larger is better, "min" if smaller is better.
+  """
+  newest_first = sorted(metric_of, reverse=True)
+  if keep_last is None:
+    return set(newest_first)
+  ranked = best_first(metric_of, mode)
+  return set(newest_first[: max(keep_last, 1)]) | set(ranked[:keep_best])

@@ -16,7 +16,7 @@ from etils import epath
 
 from grpo_jax.files import manifest, remote
 from grpo_jax.run_folder import stored_leaves, stored_steps
-from grpo_jax.run_folder.checkpointing import CheckpointError
+from grpo_jax.run_folder.checkpoint_errors import CheckpointError
 from grpo_jax.values import json_text
 
 FOLDER = "checkpoints"

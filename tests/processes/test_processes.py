@@ -14,7 +14,14 @@ from grpo_jax import interrupts, main, processes, report
 from grpo_jax.config import configuration
 from grpo_jax.models import export, transformer
 from grpo_jax.processes import watchdog
-from grpo_jax.run_folder import checkpointing, earlier_run, loggers, notices, shared_folder
+from grpo_jax.run_folder import (
+  checkpoint_errors,
+  checkpointing,
+  earlier_run,
+  loggers,
+  notices,
+  shared_folder,
+)
 from tests import several, side_by_side
 from tests.models import tiny
 
@@ -168,15 +175,15 @@ def test_the_program_takes_the_run_folder_of_the_main_process_and_claims_nothing
 
 
 def test_what_ends_another_process_names_it(second, capfd):
-  main.report_failure(checkpointing.CheckpointError("the disk is full"), "the same command")
+  main.report_failure(checkpoint_errors.CheckpointError("the disk is full"), "the same command")
   assert capfd.readouterr() == ("", "process 1 of 2: error: the disk is full\n")
   main.report_failure(processes.OtherProcessError("process 0 of 2 (h0): the disk is full"))
   assert capfd.readouterr() == ("", "")
 
 
 def test_what_the_main_process_prints_for_all_is_not_printed_again(second, monkeypatch, capfd):
-  of_both = checkpointing.CheckpointError("saving step 2 failed: the disk is full")
-  of_both.__cause__ = processes.of_all(checkpointing.CheckpointError("the disk is full"))
+  of_both = checkpoint_errors.CheckpointError("saving step 2 failed: the disk is full")
+  of_both.__cause__ = processes.of_all(checkpoint_errors.CheckpointError("the disk is full"))
   main.report_failure(of_both)
   monkeypatch.setattr(processes.Channel, "exchange", lambda _, value, **__: ["Monday", value])
   with pytest.raises(processes.DisagreementError) as differing:

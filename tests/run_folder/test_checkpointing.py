@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.files import manifest
-from grpo_jax.run_folder import checkpointing, orbax_noise
+from grpo_jax.run_folder import checkpoint_errors, checkpointing, orbax_noise, stored_steps
 from grpo_jax.types import TrainState
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -171,7 +171,7 @@ def test_random_keys_and_host_leaves_keep_their_kind(folder):
 )
 def test_kept_is_the_newest_and_the_best(options, expected):
   metric_of = {10: 0.9, 20: 0.1, 30: float("nan"), 40: 0.9, 50: 0.5, 60: None}
-  assert checkpointing.kept(metric_of, **options) == expected
+  assert stored_steps.kept(metric_of, **options) == expected
 
 
 def test_the_first_metric_that_was_measured_ranks(folder):
@@ -299,7 +299,7 @@ def test_nothing_usable_is_an_error_unless_a_fresh_start_is_allowed(folder, noti
   truncate(folder / "step_00000003")
   remove_all(folder / "step_00000002")
   with checkpointing.open(folder) as checkpoints:
-    with pytest.raises(checkpointing.CheckpointError, match=r"(?s)00003: .*00002: it is empty"):
+    with pytest.raises(checkpoint_errors.CheckpointError, match=r"(?s)00003: .*00002: it is empty"):
       checkpoints.restore_latest(make_state(0))
     assert checkpoints.restore_latest(make_state(0), allow_restart=True) is None
     checkpoints.save(2, make_state(2), {})
@@ -344,7 +344,9 @@ def test_full_disk_stops_the_save_at_once_with_the_path(folder, monkeypatch):
   usage = shutil.disk_usage(folder.parent)._replace(free=100)
   monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
   with checkpointing.open(folder) as checkpoints:
-    with pytest.raises(checkpointing.CheckpointError, match=r"tmp_step_00000001: the disk is full"):
+    with pytest.raises(
+      checkpoint_errors.CheckpointError, match=r"tmp_step_00000001: the disk is full"
+    ):
       checkpoints.save(1, make_state(1), {})
 
 
@@ -357,7 +359,7 @@ def test_failure_while_writing_surfaces_at_the_next_check_with_the_path(folder, 
     checkpoints.wait()
     monkeypatch.setattr(manifest, "write", fail)
     checkpoints.save(2, make_state(2), {})
-    with pytest.raises(checkpointing.CheckpointError, match="step_00000002.*No space left"):
+    with pytest.raises(checkpoint_errors.CheckpointError, match="step_00000002.*No space left"):
       while True:
         checkpoints.check()
     monkeypatch.undo()
@@ -368,10 +370,10 @@ def test_failure_while_writing_surfaces_at_the_next_check_with_the_path(folder, 
 
 def test_unwritable_place_is_named(tmp_path):
   (tmp_path / "file").write_text("")
-  with pytest.raises(checkpointing.FolderError, match="file"):
+  with pytest.raises(checkpoint_errors.FolderError, match="file"):
     checkpointing.open(tmp_path / "file")
   with checkpointing.open(tmp_path / "file" / "checkpoints") as checkpoints:
-    with pytest.raises(checkpointing.CheckpointError, match="file/checkpoints"):
+    with pytest.raises(checkpoint_errors.CheckpointError, match="file/checkpoints"):
       checkpoints.save(1, make_state(1), {})
 
 
@@ -559,7 +561,7 @@ def test_a_checkpoint_edited_with_its_manifest_is_passed_over(folder, noticed, h
   assert "step_00000003" in noticed[0] and reason in noticed[0]
   with checkpointing.open(folder) as checkpoints:
     shutil.rmtree(folder / "step_00000002")
-    with pytest.raises(checkpointing.CheckpointError, match="step_00000003"):
+    with pytest.raises(checkpoint_errors.CheckpointError, match="step_00000003"):
       checkpoints.restore_latest(make_state(0))
 
 
@@ -587,7 +589,7 @@ def test_a_failed_save_prints_nothing_but_its_one_message(folder, monkeypatch, c
   monkeypatch.setattr(handlers.BasePyTreeCheckpointHandler, "_finalize_async", fail)
   with checkpointing.open(folder) as checkpoints:
     checkpoints.save(1, make_state(1), {})
-    with pytest.raises(checkpointing.CheckpointError) as caught:
+    with pytest.raises(checkpoint_errors.CheckpointError) as caught:
       checkpoints.wait()
   path = folder / "step_00000001"
   assert str(caught.value) == f"saving {path} failed: No space left on device"

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_jax import interrupts
 from grpo_jax.files import local_paths, remote
-from grpo_jax.run_folder import checkpointing, folder_lock, url_runs, workdirs
+from grpo_jax.run_folder import checkpoint_errors, checkpointing, folder_lock, url_runs, workdirs
 from tests.run_folder.faulty_storage import Died
 
 pytestmark = pytest.mark.timeout(60)
@@ -184,7 +184,7 @@ def test_a_run_whose_lock_was_removed_writes_nothing_more(finished, url, there, 
   (there / "lock.json").unlink()
   machine("second")
   with workdirs.opened(url) as second:
-    with pytest.raises(checkpointing.CheckpointError, match="was taken over by process"):
+    with pytest.raises(checkpoint_errors.CheckpointError, match="was taken over by process"):
       saved(folder, 5)
     (folder / "stray").write_text("")
     with pytest.raises(url_runs.Taken, match="nothing more of this run is written there"):
@@ -264,7 +264,7 @@ def test_whenever_a_run_dies_its_newest_checkpoint_and_all_before_it_are_at_the_
       with workdirs.opened(url) as folder:
         saved(folder, 1, 2, keep_last=1)
       break
-    except (Died, checkpointing.CheckpointError):
+    except (Died, checkpoint_errors.CheckpointError):
       pass
     deaths.at = -1
     (there / "lock.json").unlink(missing_ok=True)
@@ -327,7 +327,7 @@ def test_a_checkpoint_that_is_incomplete_is_left_out_and_one_that_cannot_be_read
   content = arrays.read_bytes()
   with workdirs.opened(url) as folder:
     arrays.write_bytes(bytes(len(content)))
-    with pytest.raises(checkpointing.CheckpointError) as error:
+    with pytest.raises(checkpoint_errors.CheckpointError) as error:
       restored(folder)
     assert f"they are damaged: remove {newest}/manifest.json" in str(error.value)
     arrays.write_bytes(content[:-1])
@@ -346,7 +346,7 @@ def test_a_network_that_fails_is_not_a_damaged_checkpoint(finished, url, monkeyp
       deaths.calls, deaths.at = 0, number
       try:
         assert restored(folder) == 2
-      except checkpointing.CheckpointError as error:
+      except checkpoint_errors.CheckpointError as error:
         assert "planned" in str(error)
       if deaths.calls <= number:
         break
