@@ -32,7 +32,17 @@ from grpo_jax.config.configuration import ConfigError
 from grpo_jax.config.options import Config
 from grpo_jax.engines.base import SamplingParams
 from grpo_jax.groups import credit
-from grpo_jax.learn import adapters, monitoring, operations, policy, screening, sharding, train_step
+from grpo_jax.learn import (
+  adapters,
+  monitoring,
+  operations,
+  policy,
+  scoring,
+  screening,
+  sharding,
+  token_scores,
+  train_step,
+)
 from grpo_jax.models import export, leaves, parameter_reading, transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
@@ -50,7 +60,7 @@ class Teacher:
 
   Attributes:
     weights: Shapes, dtypes and shardings of its weights.
-    score: Program that computes its logprobs, a `train_step.Scorer`.
+    score: Program that computes its logprobs, a `scoring.Scorer`.
   """
 
   weights: Any
@@ -91,9 +101,9 @@ class Computation:
     shapes: Shapes that microbatches may have.
     cost: Cost by which the shapes of a step are chosen.
     update: Training step.
-    score: Program that computes logprobs, a `train_step.Scorer`; of the whole softmax.
+    score: Program that computes logprobs, a `scoring.Scorer`; of the whole softmax.
     score_old: The same of the distribution that is trained; `score` itself if that is the whole.
-    watch: Program that measures the policy, a `train_step.Watcher`.
+    watch: Program that measures the policy, a `scoring.Watcher`.
     drift: Program made by `monitoring.make_drift`.
     mismatch: Program made by `monitoring.make_mismatch`.
     initialize: Program (what is trained) → state of the optimizer.
@@ -335,13 +345,13 @@ def make(
     "partition": sharding.head_partition(mesh),
   }
   exact = {"matmul_precision": matmul_precision}
-  whole = train_step.make_logprobs(model, implementation=config.model.logprobs, **policy_options)
+  whole = token_scores.make_logprobs(model, implementation=config.model.logprobs, **policy_options)
   truncation, logprobs = truncation_of(config, num_valid), whole
   if truncation is not None:
-    logprobs = train_step.make_logprobs(model, truncation=truncation, **policy_options)
+    logprobs = token_scores.make_logprobs(model, truncation=truncation, **policy_options)
   token_loss = None
   if takes_one_sweep(config, objective):
-    token_loss = train_step.make_token_loss(model, objective, **policy_options)
+    token_loss = token_scores.make_token_loss(model, objective, **policy_options)
   update = train_step.make_update(
     logprobs,
     tx,
@@ -355,9 +365,9 @@ def make(
   )
   with_entropy = config.learn.report_entropy
   cost = operations.update_cost(model, remat=config.model.remat)
-  score_old = score = train_step.make_scorer(whole, mesh=mesh, matmul_precision=matmul_precision)
+  score_old = score = scoring.make_scorer(whole, mesh=mesh, matmul_precision=matmul_precision)
   if truncation is not None:
-    score_old = train_step.make_scorer(logprobs, mesh=mesh, matmul_precision=matmul_precision)
+    score_old = scoring.make_scorer(logprobs, mesh=mesh, matmul_precision=matmul_precision)
   return Computation(
     config=config,
     model=model,
@@ -372,7 +382,7 @@ def make(
     update=update,
     score=score,
     score_old=score_old,
-    watch=train_step.make_watcher(logprobs, with_entropy=with_entropy, mesh=mesh, **exact),
+    watch=scoring.make_watcher(logprobs, with_entropy=with_entropy, mesh=mesh, **exact),
     drift=monitoring.make_drift(objective, is_frozen=not config.reference.update_every_steps),
     mismatch=monitoring.make_mismatch(objective),
     initialize=train_step.make_initializer(trainable, tx, shardings=shardings),
@@ -393,7 +403,7 @@ def make_teacher(config: Config, model: ModelConfig, mesh: Mesh) -> Teacher:
     mesh: Mesh of the devices, over which it is split as the policy is.
   """
   dtypes = config.model.compute_dtype, config.model.product_dtype
-  logprobs = train_step.make_logprobs(
+  logprobs = token_scores.make_logprobs(
     model,
     temperature=teacher_options.temperature(config),
     products=Products(*dtypes, sharding.placement(mesh)),
@@ -405,7 +415,7 @@ def make_teacher(config: Config, model: ModelConfig, mesh: Mesh) -> Teacher:
   weights = described_weights(
     model, shardings_of(model, mesh), dtype=config.teacher.dtype or config.model.compute_dtype
   )
-  score = train_step.make_scorer(logprobs, mesh=mesh, matmul_precision=exact, name="teacher")
+  score = scoring.make_scorer(logprobs, mesh=mesh, matmul_precision=exact, name="teacher")
   return Teacher(weights, score)
 
 

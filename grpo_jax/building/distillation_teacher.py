@@ -21,7 +21,7 @@ from grpo_jax.config.options import Config
 from grpo_jax.data import vocabularies
 from grpo_jax.engines import multihost, probe, prompt_scoring
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.learn import sharding, train_step
+from grpo_jax.learn import scoring, sharding
 from grpo_jax.models import parameter_reading
 from grpo_jax.processes import arrays, bulk
 from grpo_jax.rollouts import work_sharing
@@ -152,7 +152,7 @@ class _InTrainer:
 
   def __call__(self, minibatches: Sequence[Minibatch]) -> Logprobs:
     return tuple(
-      tuple(self._score(self._weights, train_step.bare(batch)) for batch in minibatch.microbatches)
+      tuple(self._score(self._weights, scoring.bare(batch)) for batch in minibatch.microbatches)
       for minibatch in minibatches
     )
 
@@ -171,7 +171,7 @@ class _AtServers:
 
   def __call__(self, minibatches: Sequence[Minibatch]) -> Logprobs:
     parts = [batch for minibatch in minibatches for batch in minibatch.microbatches]
-    batches = [arrays.fetch(train_step.bare(batch)) for batch in parts]
+    batches = [arrays.fetch(scoring.bare(batch)) for batch in parts]
     found = [layout.completions(batch) for batch in batches]
     passages = [prompt_scoring.Passage(one.tokens, one.prompt_tokens) for of in found for one in of]
     try:

@@ -19,7 +19,7 @@ from grpo_jax.building.training_mode import EvaluateSet
 from grpo_jax.compilation import compiling
 from grpo_jax.files.disk import WriteError
 from grpo_jax.groups import credit
-from grpo_jax.learn import screening, sharding, train_step
+from grpo_jax.learn import scoring, screening, sharding, token_scores, train_step
 from grpo_jax.learn.policy import Policy
 from grpo_jax.metrics import timing
 from grpo_jax.models import adapter_files, export, loading, lora, parameter_reading
@@ -66,8 +66,8 @@ def score(
   state: TrainState,
   batch: Assembled,
   *,
-  scorer: train_step.Scorer,
-  old_scorer: train_step.Scorer | None = None,
+  scorer: scoring.Scorer,
+  old_scorer: scoring.Scorer | None = None,
   needs_old: bool,
   needs_ref: bool,
   policy: Policy,
@@ -107,7 +107,7 @@ def score(
     if whitens and not whitens_last:
       batch = credit.whitened(batch, estimator, options)
     placed = sharding.put(batch.minibatches, mesh)
-    scored = train_step.with_logprobs(
+    scored = scoring.with_logprobs(
       placed,
       scorer,
       old_score=old_scorer,
@@ -127,7 +127,7 @@ def score(
     return jax.block_until_ready(scored)
 
 
-def _when_computed(advance: Callable[[], None]) -> train_step.OnMicrobatch:
+def _when_computed(advance: Callable[[], None]) -> token_scores.OnMicrobatch:
   """Returns a function that calls `advance` for each microbatch that is computed.
 
   It waits for the microbatch before the one that was just requested: the devices stay busy.

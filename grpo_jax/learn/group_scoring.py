@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from grpo_jax import batching
 from grpo_jax.batching import packing
-from grpo_jax.learn import sharding, train_step
+from grpo_jax.learn import scoring, sharding
 from grpo_jax.processes import arrays
 from grpo_jax.types import Batch, RolloutGroup
 
@@ -23,7 +23,7 @@ class GroupScorer:
   tokens that were not sampled, and on responses that do not fit in a row.
   """
 
-  score: train_step.Scorer
+  score: scoring.Scorer
   mesh: Mesh
   groups_at_once: int
   shapes: tuple[packing.Shape, ...]

@@ -21,8 +21,10 @@ from jaxtyping import Array, Float
 from grpo_jax import metrics, processes
 from grpo_jax.compilation.programs import CompileJob, Program
 from grpo_jax.learn import group_scoring
-from grpo_jax.learn.train_step import TokenScores, bare, gather_loss_tokens
+from grpo_jax.learn.scoring import bare
+from grpo_jax.learn.token_scores import TokenScores
 from grpo_jax.rl import diagnostics, kl
+from grpo_jax.rl.logprobs import gather_loss_tokens
 from grpo_jax.rl.objectives import Objective
 from grpo_jax.types import Batch, Mean, Metrics, RolloutGroup
 
@@ -39,7 +41,7 @@ class Monitor:
   """Measures steps: monitor(step, weights, groups) → metrics of all completions, if they are due.
 
   Attributes:
-    watch: Program made by `train_step.make_watcher`.
+    watch: Program made by `scoring.make_watcher`.
     drift: Program made by `make_drift`.
     mismatch: Program made by `make_mismatch`.
     scorer: Scorer of groups, which packs them into rows.
@@ -55,7 +57,7 @@ class Monitor:
     warn: Function that logs why the drift could not be measured, given one sentence.
   """
 
-  watch: Program  # made by `train_step.make_watcher`.
+  watch: Program  # made by `scoring.make_watcher`.
   drift: Program
   mismatch: Program
   scorer: group_scoring.GroupScorer
@@ -171,7 +173,7 @@ def jobs(
   """Returns the compilations that measuring needs.
 
   Args:
-    watch: Program made by `train_step.make_watcher`.
+    watch: Program made by `scoring.make_watcher`.
     drift: Program made by `make_drift`.
     mismatch: Program made by `make_mismatch`.
     weights: Shapes, dtypes and shardings of the policy's weights, as programs take them.

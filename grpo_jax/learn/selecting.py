@@ -11,12 +11,18 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Bool, UInt64
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, UInt64
 
+from grpo_jax.compilation import precision
 from grpo_jax.compilation.programs import CompileJob, Program
+from grpo_jax.learn import sharding
+from grpo_jax.learn.policy import full_weights
+from grpo_jax.learn.token_scores import SMALLER_BATCHES, LogprobsFn, TokenScores
 from grpo_jax.processes import arrays
 from grpo_jax.rl import proximal, selection
 from grpo_jax.rl.objective_options import Options
+from grpo_jax.rl.objectives import Objective
 from grpo_jax.types import Batch, Minibatch
 
 _FIELDS = ("loss_places", "advantages", "behavior_logprobs", "old_logprobs", "kept", "ages")
@@ -26,7 +32,7 @@ _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that powers keep all bits.
 
 @dataclasses.dataclass(frozen=True)
 class Selector:
-  """Chooses the tokens of minibatches; made by `train_step.make_selector`.
+  """Chooses the tokens of minibatches; made by `make_selector`.
 
   Attributes:
     options: Options of the objective.
@@ -98,6 +104,32 @@ class Selector:
       "entropy": entropy,
     }
     return {name: np.asarray(x) for name, x in values.items() if x is not None}
+
+
+def make_selector(
+  logprobs: LogprobsFn,
+  objective: Objective,
+  *,
+  matmul_precision: str | None = None,
+  mesh: Mesh | None = None,
+) -> Selector:
+  """Makes what chooses tokens before each optimizer step; it costs one more forward pass.
+
+  Args:
+    logprobs: Function made by `token_scores.make_logprobs`.
+    objective: The loss, with `selects`.
+    matmul_precision: Precision of float32 products; see `precision.resolve`.
+    mesh: Mesh over which rows are split; None: one device.
+  """
+
+  def score(weights: Any, batch: Batch) -> tuple[Array, Array | None]:
+    found = TokenScores(*logprobs(full_weights(weights), batch, objective.selects_by_entropy))
+    return found.logprobs, found.entropy
+
+  of_rows = None if mesh is None else sharding.of_rows(mesh)
+  jitted = jax.jit(precision.scoped(score, matmul_precision), out_shardings=of_rows)
+  program = Program(jitted, name="scores of the selection", remedy=SMALLER_BATCHES)
+  return Selector(objective.options, program)
 
 
 def random_keys(

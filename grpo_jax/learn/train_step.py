@@ -1,4 +1,4 @@
-"""The jitted functions of training: logprobs of a batch, the update, the scorer. Pure.
+"""The state of training, and its update on a batch of rollouts. Pure.
 
 A training step takes one or more optimizer steps on one batch of rollouts:
 `epochs` passes over its minibatches. An optimizer step sums the gradients of
@@ -11,17 +11,13 @@ recompilation. Each adds its gradients to the sum in place (see
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from grpo_kernels.attention import AUTOMATIC, Attention
-from grpo_kernels.linear_logprobs.sharded import Partition
-from grpo_kernels.truncation import Truncation
-from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from grpo_jax import metrics as metric_sums
 from grpo_jax.compilation import precision, programs
@@ -29,148 +25,29 @@ from grpo_jax.compilation.programs import CompileJob, Program
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.learn import optim, sharding
 from grpo_jax.learn.policy import attach, full_weights, trainable_of
-from grpo_jax.learn.selecting import Selector
-from grpo_jax.models import transformer
-from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.options import ModelOptions
-from grpo_jax.models.products import FLOAT32, Products
-from grpo_jax.processes import arrays
-from grpo_jax.rl import diagnostics, masks
-from grpo_jax.rl.logprobs import (
-  gather_loss_tokens,
-  token_logprobs,
-  token_objective,
-  truncated_token_logprobs,
+from grpo_jax.learn.selecting import Selector, make_selector
+from grpo_jax.learn.token_scores import (
+  SMALLER_BATCHES,
+  LogprobsFn,
+  LossFn,
+  OnMicrobatch,
+  TokenScores,
+  truncation_metrics,
 )
+from grpo_jax.processes import arrays
+from grpo_jax.rl.logprobs import gather_loss_tokens
 from grpo_jax.rl.objectives import Objective
 from grpo_jax.types import Batch, Denominators, Mean, Metrics, Minibatch, TrainState
 
-
-class TokenScores(NamedTuple):
-  """What a `LogprobsFn` computes for the tokens that are learned from; nats."""
-
-  logprobs: Float[Array, "B N"]  # log πθ of the distribution that is trained.
-  entropy: Float[Array, "B N"] | None = None  # its entropy; None: not computed.
-  # With top-k, top-p or min-p only: log πθ of the whole softmax, and whether these filters alone
-  # would not have kept the token.
-  full: Float[Array, "B N"] | None = None
-  is_outside: Bool[Array, "B N"] | None = None
-
-
-# (logprobs of a microbatch) → None; for displays of progress.
-OnMicrobatch = Callable[[Any], None]
-# (full weights, batch, with entropy) → the fields of a `TokenScores`, the first two at least.
-LogprobsFn = Callable[[Any, Batch, bool], Sequence[Any]]
-# (full weights, batch, denominators, with entropy) → loss, log πθ [B N], the entropy or None.
-LossFn = Callable[[Any, Batch, Denominators, bool], tuple[Array, Array, Array | None]]
-# Programs, in runs. Their weights are full weights, or a `policy.Composed`.
-Scorer = Callable[[Any, Batch], Float[Array, "B N"]]
-Watcher = Callable[[Any, Batch], tuple[Metrics, TokenScores]]
 # For each minibatch, for each microbatch: log πθ at `loss_places`, before the (first) update.
 MicrobatchLogprobs = list[list[Float[Array, "B N"]]]
 
-
-# What to do if memory is short; for error messages.
-SMALLER_BATCHES = (
-  "lower batching.microbatch_tokens, set model.remat='full', or split the weights over more devices"
-  " with mesh.fsdp"
-)
+# What to do if memory is short for programs of the optimizer; for error messages.
 SMALLER_STATE = "split the weights over more devices with mesh.fsdp"
 
 
 class NonFiniteGradients(ExpectedFailure, RuntimeError):
   """Too many consecutive steps changed nothing, because their gradients were not finite."""
-
-
-def make_logprobs(
-  config: ModelConfig,
-  *,
-  temperature: float = 1.0,
-  products: Products = FLOAT32,
-  remat: str = ModelOptions.remat,
-  attention: Attention = AUTOMATIC,
-  implementation: str | None = None,
-  partition: Partition | None = None,
-  truncation: Truncation | None = None,
-) -> LogprobsFn:
-  """Makes the function from parameters and batch to the logprobs of the loss tokens.
-
-  Args:
-    config: Sizes of the model.
-    temperature: Temperature at which the completions were sampled.
-    products: Options of matrix products, including those of the head.
-    remat: Activations that the backward pass recomputes; see `transformer.Transformer`.
-    attention: Attention among the tokens of packed rows.
-    implementation: Implementation of `grpo_kernels.linear_logprobs`; None: chosen by platform.
-    partition: Split of the head and its tokens over a mesh; see `sharding.head_partition`.
-    truncation: Filters of the distribution that is trained; None: the whole softmax.
-  """
-  hidden_states = _make_hidden_states(config, products, remat, attention)
-
-  def logprobs(params: Any, batch: Batch, with_entropy: bool) -> TokenScores:
-    head, layout = transformer.head(params, config)
-    settings: dict[str, Any] = {
-      "head_layout": layout,
-      "temperature": temperature,
-      "return_entropy": with_entropy,
-      "partition": partition,
-    }
-    hidden = hidden_states(params, batch)
-    if truncation is not None:
-      return TokenScores(*truncated_token_logprobs(hidden, head, batch, truncation, **settings))
-    outputs = token_logprobs(hidden, head, batch, implementation=implementation, **settings)
-    return TokenScores(*outputs) if isinstance(outputs, tuple) else TokenScores(outputs)
-
-  return logprobs
-
-
-def make_token_loss(
-  config: ModelConfig,
-  objective: Objective,
-  *,
-  temperature: float = 1.0,
-  products: Products = FLOAT32,
-  remat: str = ModelOptions.remat,
-  attention: Attention = AUTOMATIC,
-  partition: Partition | None = None,
-) -> LossFn:
-  """Makes the function from parameters and batch to a token-local loss, to be minimised.
-
-  The head's gradients are computed in the same sweep as the loss; see
-  `grpo_jax.rl.logprobs.token_objective`. The arguments are those of `make_logprobs`.
-  """
-  hidden_states = _make_hidden_states(config, products, remat, attention)
-
-  def loss(params: Any, batch: Batch, denominators: Denominators, with_entropy: bool):
-    head, layout = transformer.head(params, config)
-    return token_objective(
-      hidden_states(params, batch),
-      head,
-      batch,
-      objective,
-      denominators,
-      head_layout=layout,
-      temperature=temperature,
-      return_entropy=with_entropy,
-      partition=partition,
-    )
-
-  return loss
-
-
-def _make_hidden_states(
-  config: ModelConfig, products: Products, remat: str, attention: Attention
-) -> Callable[[Any, Batch], Float[Array, "B T D"]]:
-  """Makes the function (params, batch) → hidden states [B T D], in the compute dtype."""
-
-  def hidden_states(params: Any, batch: Batch) -> Float[Array, "B T D"]:
-    inputs: Any = (batch.tokens, batch.positions, batch.segment_ids, batch.branch_ids)
-    found = transformer.hidden_states(
-      params, config, *inputs, products=products, remat=remat, attention=attention
-    )
-    return found.astype(products.compute_dtype)
-
-  return hidden_states
 
 
 def init(
@@ -370,15 +247,15 @@ def make_update(
   """Makes the function of a training step; see `Update`.
 
   Args:
-    logprobs: Function made by `make_logprobs`.
+    logprobs: Function made by `token_scores.make_logprobs`.
     tx: The optimizer.
     objective: The loss.
     epochs: Number of passes over the minibatches of a batch of rollouts.
     report_entropy: Whether the entropy is computed even if the loss does not need it.
     schedule: Learning rate by step, reported as "train/learning_rate"; None: not reported.
     shardings: Shardings of what is trained, if it is to stay sharded.
-    token_loss: Function made by `make_token_loss` with the same objective. It replaces `logprobs`:
-      equal results in less time. None: two passes over the vocabulary.
+    token_loss: Function made by `token_scores.make_token_loss` with the same objective. It
+      replaces `logprobs`: equal results in less time. None: two passes over the vocabulary.
     matmul_precision: Precision of float32 products, the optimizer's too; see `precision.resolve`.
   """
   if epochs < 1:
@@ -392,7 +269,7 @@ def make_update(
       found = TokenScores(*logprobs(params, batch, with_entropy))
       policy_logprobs = found.logprobs
       loss, metrics = objective(found.logprobs, found.entropy, tokens, denominators, found.full)
-      metrics |= _truncation_metrics(found, tokens.mask)
+      metrics |= truncation_metrics(found, tokens.mask)
     else:
       loss, policy_logprobs, entropy = token_loss(params, batch, denominators, with_entropy)
       # The objective again, for the metrics only; cheap, since it computes with [B N] numbers.
@@ -439,145 +316,6 @@ def make_update(
     ),
     selector=selector,
   )
-
-
-def make_selector(
-  logprobs: LogprobsFn,
-  objective: Objective,
-  *,
-  matmul_precision: str | None = None,
-  mesh: Mesh | None = None,
-) -> Selector:
-  """Makes what chooses tokens before each optimizer step; it costs one more forward pass.
-
-  Args:
-    logprobs: Function made by `make_logprobs`.
-    objective: The loss, with `selects`.
-    matmul_precision: Precision of float32 products; see `precision.resolve`.
-    mesh: Mesh over which rows are split; None: one device.
-  """
-
-  def score(weights: Any, batch: Batch) -> tuple[Array, Array | None]:
-    found = TokenScores(*logprobs(full_weights(weights), batch, objective.selects_by_entropy))
-    return found.logprobs, found.entropy
-
-  of_rows = None if mesh is None else sharding.of_rows(mesh)
-  jitted = jax.jit(precision.scoped(score, matmul_precision), out_shardings=of_rows)
-  program = Program(jitted, name="scores of the selection", remedy=SMALLER_BATCHES)
-  return Selector(objective.options, program)
-
-
-def _truncation_metrics(found: TokenScores, mask: Bool[Array, "B N"]) -> Metrics:
-  """Returns the share of the tokens that the trainer's own filters would not have kept."""
-  if found.is_outside is None:
-    return {}
-  is_outside = found.is_outside.astype(jnp.float32)
-  return {"mismatch/outside_truncation_share": diagnostics.token_average(is_outside, mask)}
-
-
-def make_scorer(
-  logprobs: LogprobsFn,
-  *,
-  matmul_precision: str | None = None,
-  mesh: Mesh | None = None,
-  name: str = "score",
-) -> Program:
-  """Makes score(weights, batch) → logprobs at `batch.loss_places`, without gradient.
-
-  Args:
-    logprobs: Function made by `make_logprobs`.
-    matmul_precision: Precision of float32 products; see `precision.resolve`.
-    mesh: Mesh over which rows are split; None: one device.
-    name: Name of the program, shown to the user.
-  """
-
-  def score(weights: Any, batch: Batch) -> Float[Array, "B N"]:
-    return TokenScores(*logprobs(full_weights(weights), batch, False)).logprobs
-
-  of_rows = None if mesh is None else sharding.of_rows(mesh)
-  jitted = jax.jit(precision.scoped(score, matmul_precision), out_shardings=of_rows)
-  return Program(jitted, name=name, remedy=SMALLER_BATCHES)
-
-
-def make_watcher(
-  logprobs: LogprobsFn,
-  *,
-  with_entropy: bool = True,
-  matmul_precision: str | None = None,
-  mesh: Mesh | None = None,
-) -> Program:
-  """Makes watch(weights, batch) → metrics of the policy, and its scores at `batch.loss_places`.
-
-  Args:
-    logprobs: Function made by `make_logprobs`.
-    with_entropy: Whether the metrics include the entropy.
-    matmul_precision: Precision of float32 products; see `precision.resolve`.
-    mesh: Mesh over which rows are split; None: one device.
-
-  Returns:
-    A program. Its metrics are "all/entropy", "all/approx_entropy" and those of
-    `diagnostics.mismatch` under "all/", over the tokens of the batch. Its scores have logprobs, and
-    those of the whole softmax if other ones are trained.
-  """
-
-  def watch(weights: Any, batch: Batch) -> tuple[Metrics, TokenScores]:
-    scores = TokenScores(*logprobs(full_weights(weights), batch, with_entropy))
-    policy, entropy = scores.logprobs, scores.entropy
-    tokens = gather_loss_tokens(batch)
-    behavior, mask, found = tokens.behavior_logprobs, tokens.mask, {}
-    if behavior is not None:
-      found["approx_entropy"] = diagnostics.approx_entropy(policy, behavior, mask)
-      found |= diagnostics.mismatch(policy, behavior, mask)
-    if entropy is not None:
-      found["entropy"] = diagnostics.token_average(masks.fill(entropy, mask), mask)
-    found |= _truncation_metrics(scores, mask)
-    renamed = {f"all/{name.rpartition('/')[2]}": value for name, value in found.items()}
-    return renamed, TokenScores(policy, full=scores.full)
-
-  placed = None if mesh is None else (sharding.whole(mesh), sharding.of_rows(mesh))
-  jitted = jax.jit(precision.scoped(watch, matmul_precision), out_shardings=placed)
-  return Program(jitted, name="watch", remedy=SMALLER_BATCHES)
-
-
-def with_logprobs(
-  minibatches: Sequence[Minibatch],
-  score: Scorer,
-  *,
-  old_score: Scorer | None = None,
-  old_params: Any = None,
-  ref_params: Any = None,
-  on_microbatch: OnMicrobatch = lambda logprobs: None,
-) -> tuple[Minibatch, ...]:
-  """Returns the minibatches with old and reference logprobs, each scored once.
-
-  Args:
-    minibatches: Minibatches of one training step.
-    score: Program made by `make_scorer`.
-    old_score: The same for `old_params`; None: `score`.
-    old_params: Policy's weights before this step's first update; None: `old_logprobs` stay as they
-      are.
-    ref_params: Weights of the frozen reference; None: `ref_logprobs` stay as they are.
-    on_microbatch: Function called after a microbatch was requested, with its logprobs.
-  """
-
-  score_old = old_score or score
-
-  def scored(batch: Batch) -> Batch:
-    read = bare(batch)  # by both: a batch with other fields would compile another program.
-    old = batch.old_logprobs if old_params is None else score_old(old_params, read)
-    ref = batch.ref_logprobs if ref_params is None else score(ref_params, read)
-    on_microbatch(old if ref_params is None else ref)
-    return dataclasses.replace(batch, old_logprobs=old, ref_logprobs=ref)
-
-  return tuple(
-    Minibatch(tuple(scored(batch) for batch in minibatch.microbatches), minibatch.denominators)
-    for minibatch in minibatches
-  )
-
-
-def bare(batch: Batch) -> Batch:
-  """Returns a batch without the fields that only the update reads, so one program scores all."""
-  return dataclasses.replace(batch, ages=None, weights=None)
 
 
 def skipped_in_a_row(before: int, metrics: Mapping[str, float], *, limit: int) -> int:
@@ -652,5 +390,5 @@ def _check(objective: Objective, minibatches: Sequence[Minibatch], epochs: int) 
   if steps > 1 and objective.needs_old and any(batch.old_logprobs is None for batch in batches):
     raise ValueError(
       f"{steps} optimizer steps on one batch need old_logprobs, scored before the first step"
-      " (train_step.with_logprobs)"
+      " (scoring.with_logprobs)"
     )

@@ -105,7 +105,7 @@ def _microbatch(config: Any, sizes: list[int], lengths: rows.Lengths) -> tuple[A
 
 def _update(config: Any, compute_dtype: str) -> tuple[Any, Any]:
   """Makes the update of a run with the default options, and its optimizer."""
-  from grpo_jax.learn import optim, train_step
+  from grpo_jax.learn import optim, token_scores, train_step
   from grpo_jax.models.products import Products
   from grpo_jax.rl import objectives
 
@@ -113,10 +113,10 @@ def _update(config: Any, compute_dtype: str) -> tuple[Any, Any]:
   options: dict[str, Any] = {"products": Products(compute_dtype=compute_dtype), "remat": "full"}
   tx, schedule = optim.make(1000, learning_rate=1e-6, weight_decay=0.01)
   return train_step.make_update(
-    train_step.make_logprobs(config, **options),
+    token_scores.make_logprobs(config, **options),
     tx,
     objective,
     report_entropy=True,
     schedule=schedule,
-    token_loss=train_step.make_token_loss(config, objective, **options),
+    token_loss=token_scores.make_token_loss(config, objective, **options),
   ), tx

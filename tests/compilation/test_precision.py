@@ -21,7 +21,7 @@ from grpo_jax.compilation import precision
 from grpo_jax.config import run_options
 from grpo_jax.engines import decoding, kv_cache, probe, sampler_weights, scheduling, sglang_servers
 from grpo_jax.engines.jax_sampler import JaxSampler
-from grpo_jax.learn import optim, train_step
+from grpo_jax.learn import optim, scoring, token_scores, train_step
 from grpo_jax.models import classifier
 from grpo_jax.models import tiny as tiny_models
 from grpo_jax.models.products import Products
@@ -94,9 +94,9 @@ def programs(compute_dtype, name, *, one_sweep):
   exact = precision.resolve(name, compute_dtype)
   params = tiny.params(config)
   settings = {"products": Products(compute_dtype)}
-  logprobs = train_step.make_logprobs(config, **settings)
+  logprobs = token_scores.make_logprobs(config, **settings)
   objective = objectives.make(kl_coef=0.0)
-  token_loss = train_step.make_token_loss(config, objective, **settings) if one_sweep else None
+  token_loss = token_scores.make_token_loss(config, objective, **settings) if one_sweep else None
   tx, _ = optim.make(10, learning_rate=1e-3)
   update = train_step.make_update(
     logprobs,
@@ -112,9 +112,9 @@ def programs(compute_dtype, name, *, one_sweep):
   yield "optimizer", update.apply, (params, opt_state, params, jnp.zeros(()))
   if one_sweep:
     return
-  score = train_step.make_scorer(logprobs, matmul_precision=exact)
+  score = scoring.make_scorer(logprobs, matmul_precision=exact)
   yield "scorer", score, (params, data)
-  watch = train_step.make_watcher(logprobs, matmul_precision=exact)
+  watch = scoring.make_watcher(logprobs, matmul_precision=exact)
   yield "watcher", watch, (params, data)
   options = JaxSampler(config, compute_dtype=compute_dtype, matmul_precision=name)._options
   weights = sampler_weights.split_layers(params, options)
@@ -194,7 +194,7 @@ def test_a_run_hands_its_dtypes_to_trainer_and_engine_alike(tmp_path, monkeypatc
     raise InterruptedError
 
   monkeypatch.setattr(engines, "make", make_engine)
-  monkeypatch.setattr(train_step, "make_logprobs", make_logprobs)
+  monkeypatch.setattr(token_scores, "make_logprobs", make_logprobs)
   folder = tiny_models.write(tmp_path / "model")
   (tmp_path / "rows.jsonl").write_text('{"problem": "1", "expected_answer": "1"}\n')
   for product_dtype in (None, "float32"):

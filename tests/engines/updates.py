@@ -8,7 +8,7 @@ import pytest
 from grpo_jax import batching
 from grpo_jax.batching import packing
 from grpo_jax.engines import continuous_batching
-from grpo_jax.learn import train_step
+from grpo_jax.learn import scoring, token_scores
 from grpo_jax.models.products import Products
 from grpo_jax.processes import arrays
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
@@ -69,8 +69,8 @@ def trainer_logprobs(model_config, trees, requests, generations):
   ]
   zeros = [np.zeros(len(group.rollouts), np.float32) for group in groups]
   made = batching.assemble(groups, zeros, shapes=(SHAPE,), skip_zero_advantage=False)
-  logprobs = train_step.make_logprobs(model_config, temperature=1.0, products=Products())
-  score = train_step.make_scorer(logprobs)
+  logprobs = token_scores.make_logprobs(model_config, temperature=1.0, products=Products())
+  score = scoring.make_scorer(logprobs)
   found = {request.request_id: [] for request in requests}
   for tree in trees:
     values = [

@@ -13,7 +13,7 @@ from grpo_jax import batching
 from grpo_jax import metrics as metric_sums
 from grpo_jax.batching import packing
 from grpo_jax.building import phases
-from grpo_jax.learn import optim, sharding, train_step
+from grpo_jax.learn import optim, scoring, sharding, token_scores, train_step
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
@@ -112,17 +112,17 @@ def without_layers():
 @functools.cache
 def scorer(config, has_layers=True):
   """Returns the scorer of all losses, so that it is compiled once."""
-  return train_step.make_scorer(train_step.make_logprobs(config, temperature=1.3))
+  return scoring.make_scorer(token_scores.make_logprobs(config, temperature=1.3))
 
 
 @functools.cache
 def updater(config, loss, remat, implementation, one_sweep, has_layers=True):
   """Returns the update, made once per setting, so that equal shapes compile once."""
   settings = {"temperature": 1.3, "remat": remat}
-  logprobs = train_step.make_logprobs(config, implementation=implementation, **settings)
+  logprobs = token_scores.make_logprobs(config, implementation=implementation, **settings)
   tx, _ = optim.make(10)
   objective = objectives.make(**dict(loss))
-  token_loss = train_step.make_token_loss(config, objective, **settings) if one_sweep else None
+  token_loss = token_scores.make_token_loss(config, objective, **settings) if one_sweep else None
   return train_step.make_update(logprobs, tx, objective, report_entropy=True, token_loss=token_loss)
 
 
@@ -152,7 +152,7 @@ def gradients(
   with contextlib.nullcontext() if has_layers else without_layers():
     if update.objective.needs_ref:
       bare = made
-      made = train_step.with_logprobs(made, score, old_params=weights(1), ref_params=weights(2))
+      made = scoring.with_logprobs(made, score, old_params=weights(1), ref_params=weights(2))
       if update.objective.needs_teacher:
         taught = lambda batch: {"teacher_logprobs": score(weights(3), batch)}
         made = phases._with(made, [[*map(taught, x.microbatches)] for x in bare])
@@ -201,9 +201,9 @@ def trained(mesh, *, optimizer="adamw", steps=2, one_sweep=False, **loss):
   )
   token_loss = None
   if one_sweep:
-    token_loss = train_step.make_token_loss(CONFIG, objective, **of_mesh)
+    token_loss = token_scores.make_token_loss(CONFIG, objective, **of_mesh)
   update = train_step.make_update(
-    train_step.make_logprobs(CONFIG, **of_mesh),
+    token_scores.make_logprobs(CONFIG, **of_mesh),
     tx,
     objective,
     schedule=schedule,
@@ -245,8 +245,8 @@ def compiled_on_mesh(sizes, *, one_sweep):
       of_mesh = placed_on(mesh)
     token_loss = None
     if one_sweep and mesh is not None:
-      token_loss = train_step.make_token_loss(config, objective, **of_mesh)
-    logprobs = train_step.make_logprobs(config, **of_mesh)
+      token_loss = token_scores.make_token_loss(config, objective, **of_mesh)
+    logprobs = token_scores.make_logprobs(config, **of_mesh)
     options = {"shardings": shardings, "token_loss": token_loss}
     update = train_step.make_update(logprobs, tx, objective, report_entropy=False, **options)
     [minibatch] = assembled.minibatches

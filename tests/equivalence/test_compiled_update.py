@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from grpo_jax.batching import layout, packing
-from grpo_jax.learn import optim, train_step
+from grpo_jax.learn import optim, token_scores, train_step
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.rl import objectives
@@ -22,7 +22,7 @@ CONFIG = ModelConfig("llama", V, D, 40, 2, 4, 2, 6, tie_embeddings=True)
 @functools.cache
 def compiled(implementation, **loss):
   """Returns the compiled gradient function of a microbatch of ROWS rows with N learned tokens."""
-  logprobs = train_step.make_logprobs(CONFIG, implementation=implementation)
+  logprobs = token_scores.make_logprobs(CONFIG, implementation=implementation)
   tx, _ = optim.make(10)
   objective = objectives.make(kl_coef=0.0, **loss)
   update = train_step.make_update(logprobs, tx, objective, report_entropy=False)
@@ -66,7 +66,7 @@ def test_optimizer_works_in_place(max_grad_norm):
   params = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config))
   tx, schedule = optim.make(10, max_grad_norm=max_grad_norm, weight_decay=0.1)
   update = train_step.make_update(
-    train_step.make_logprobs(config),
+    token_scores.make_logprobs(config),
     tx,
     objectives.make(kl_coef=0.0),
     schedule=schedule,

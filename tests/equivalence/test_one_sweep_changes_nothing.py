@@ -11,7 +11,7 @@ from grpo_jax.batching import packing
 from grpo_jax.building import computation
 from grpo_jax.config import configuration, run_options
 from grpo_jax.config.configuration import typed
-from grpo_jax.learn import train_step
+from grpo_jax.learn import scoring
 from grpo_jax.rl import objectives
 from grpo_jax.rl.distillation import Distillation
 
@@ -128,7 +128,7 @@ def test_scorer_and_one_sweep_give_the_same_logprobs():
   score = case.scorer(case.CONFIG, has_layers=False)
   assembled = batching.assemble(*case.ragged_groups(), **case.LAYOUT)
   with case.without_layers():
-    [minibatch] = train_step.with_logprobs(
+    [minibatch] = scoring.with_logprobs(
       assembled.minibatches, score, old_params=case.table(1), ref_params=case.table(2)
     )
     *_, [seen] = update.gradients(case.table(), minibatch)

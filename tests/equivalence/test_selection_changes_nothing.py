@@ -15,7 +15,7 @@ import pytest
 from grpo_jax import batching
 from grpo_jax.batching import packing
 from grpo_jax.compilation.programs import Program
-from grpo_jax.learn import optim, screening, selecting, sharding, train_step
+from grpo_jax.learn import optim, scoring, screening, selecting, sharding, train_step
 from grpo_jax.rl import objectives
 from grpo_jax.rl.logprobs import gather_loss_tokens
 from grpo_jax.types import RolloutGroup
@@ -78,7 +78,7 @@ def update_of(name, mesh=None, minibatches=1):
   made = train_step.make_update(
     logprobs, tx, objective, epochs=minibatches, report_entropy=False, shardings=shardings
   )
-  return made, train_step.make_scorer(logprobs, mesh=mesh)
+  return made, scoring.make_scorer(logprobs, mesh=mesh)
 
 
 def moved(name, groups, advantages, *, mesh=None, epochs=1, **layout):
@@ -91,7 +91,7 @@ def moved(name, groups, advantages, *, mesh=None, epochs=1, **layout):
   if mesh is not None:
     minibatches = sharding.put(minibatches, mesh)
   if update.objective.drops_by_error or epochs > 1:
-    minibatches = train_step.with_logprobs(minibatches, score, old_params=start)
+    minibatches = scoring.with_logprobs(minibatches, score, old_params=start)
   if update.objective.drops_by_error:
     minibatches = screening.screened(minibatches, threshold=20.0)
   before = np.asarray(start["table"])

@@ -14,7 +14,7 @@ from grpo_jax import metrics as metric_sums
 from grpo_jax.batching import packing
 from grpo_jax.engines.base import GenerationRequest, SamplingParams
 from grpo_jax.engines.jax_sampler import JaxSampler
-from grpo_jax.learn import optim, sharding, train_step
+from grpo_jax.learn import optim, scoring, sharding, token_scores, train_step
 from grpo_jax.models import transformer
 from grpo_jax.rl import objectives
 from grpo_jax.types import Prompt, RolloutGroup
@@ -26,7 +26,7 @@ LOSS = objectives.make(**case.FULL_LOSS)
 
 @functools.cache
 def functions(truncation):
-  return train_step.make_logprobs(case.CONFIG, temperature=1.3, truncation=truncation)
+  return token_scores.make_logprobs(case.CONFIG, temperature=1.3, truncation=truncation)
 
 
 @functools.cache
@@ -37,14 +37,14 @@ def update():
 
 @functools.cache
 def scorers():
-  return [train_step.make_scorer(functions(t)) for t in (TRUNCATION, None)]
+  return [scoring.make_scorer(functions(t)) for t in (TRUNCATION, None)]
 
 
 def gradients(**layout):
   """Returns loss and gradients of a truncated distribution, and the metrics."""
   assembled = batching.assemble(*case.ragged_groups(), **(case.LAYOUT | layout))
   old, whole = scorers()
-  [made] = train_step.with_logprobs(
+  [made] = scoring.with_logprobs(
     assembled.minibatches,
     whole,
     old_score=old,
@@ -116,7 +116,7 @@ def test_the_trainers_logprobs_are_those_of_the_sampler():
 
 
 def test_all_completions_are_measured_under_it_and_the_drift_under_the_whole_softmax():
-  watch = train_step.make_watcher(functions(TRUNCATION))
+  watch = scoring.make_watcher(functions(TRUNCATION))
   found, scores = watch(case.params(0), sampled_batch())
   assert found["all/abs_logprob_max"].value() < 1e-5
   assert found["all/outside_truncation_share"].value() == 0.0
@@ -153,7 +153,7 @@ def test_a_mesh_changes_neither_loss_nor_gradients():
   mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
   axes = transformer.logical_axes(case.CONFIG)
   shardings = sharding.param_shardings(axes, mesh, shapes=case.params(0))
-  logprobs = train_step.make_logprobs(
+  logprobs = token_scores.make_logprobs(
     case.CONFIG, temperature=1.3, truncation=TRUNCATION, **case.placed_on(mesh)
   )
   tx, _ = optim.make(10)

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_jax import batching
 from grpo_jax.batching import packing
-from grpo_jax.learn import adapters, optim, policy, sharding, train_step
+from grpo_jax.learn import adapters, optim, policy, sharding, token_scores, train_step
 from grpo_jax.models import leaves, lora, parameter_reading, transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.placement import MeshPlacement
@@ -78,9 +78,11 @@ def made(
   if options is not None:
     composition = adapters.composition(config, mesh, options, seed=0)
   weights, _ = policy.described(read, composition)
-  token_loss = train_step.make_token_loss(config, objective, **of_policy) if in_one_sweep else None
+  token_loss = (
+    token_scores.make_token_loss(config, objective, **of_policy) if in_one_sweep else None
+  )
   update = train_step.make_update(
-    train_step.make_logprobs(config, **of_policy),
+    token_scores.make_logprobs(config, **of_policy),
     OPTIMIZER,
     objective,
     shardings=policy.shardings_of(policy.trainable_of(weights)),

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from grpo_jax.batching import packing
-from grpo_jax.learn import group_scoring, monitoring, sharding, train_step
+from grpo_jax.learn import group_scoring, monitoring, scoring, sharding
 from grpo_jax.rl import aggregate, objectives
+from grpo_jax.rl.logprobs import gather_loss_tokens
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
 
 V = 7
@@ -43,10 +44,10 @@ def a_group(*completions, reward=1.0, weight=1.0) -> RolloutGroup:
 def a_monitor(initial=None, *, all_every=10, kl_every=10, fields=None, **options):
   mesh = sharding.make_mesh(data=1, devices=jax.devices()[:1])
   shapes = (packing.Shape(8, 32, 32),)
-  scorer = group_scoring.GroupScorer(train_step.make_scorer(logprobs), mesh, 8, shapes)
+  scorer = group_scoring.GroupScorer(scoring.make_scorer(logprobs), mesh, 8, shapes)
   objective = objectives.make(**{"kl_coef": 0.0, **options})
   return monitoring.Monitor(
-    train_step.make_watcher(logprobs),
+    scoring.make_watcher(logprobs),
     monitoring.make_drift(objective),
     monitoring.make_mismatch(objective),
     scorer,
@@ -98,7 +99,7 @@ def test_the_drift_without_a_kl_in_the_loss_is_what_a_loss_with_it_reports(optio
   (batch,), _ = monitor.scorer.batches(GROUPS)
   policy, _ = logprobs(POLICY, batch, False)
   reference, _ = logprobs(initial, batch, False)
-  tokens = train_step.gather_loss_tokens(batch)
+  tokens = gather_loss_tokens(batch)
   tokens = dataclasses.replace(tokens, ref_logprobs=reference)
   counts = aggregate.local_denominators(tokens.mask, tokens.sequence_ids)
   _, reported = loss(policy, None, tokens, counts)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.learn import optim, sharding, train_step
+from grpo_jax.learn import optim, scoring, sharding, token_scores, train_step
 from grpo_jax.models import leaves, transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
@@ -143,9 +143,9 @@ def _gradients(config, of_policy, lies, params, fields, *, in_one_sweep):
   objective = objectives.make(kl_coef=0.1)
   token_loss = None
   if in_one_sweep:
-    token_loss = train_step.make_token_loss(config, objective, **of_policy)
+    token_loss = token_scores.make_token_loss(config, objective, **of_policy)
   update = train_step.make_update(
-    train_step.make_logprobs(config, **of_policy),
+    token_scores.make_logprobs(config, **of_policy),
     optim.make(10)[0],
     objective,
     shardings=lies,
@@ -159,7 +159,7 @@ def _gradients(config, of_policy, lies, params, fields, *, in_one_sweep):
 
 def _scores(config, of_policy, lies, params, fields):
   del lies
-  return train_step.make_scorer(train_step.make_logprobs(config, **of_policy))(
+  return scoring.make_scorer(token_scores.make_logprobs(config, **of_policy))(
     params, Batch(**fields)
   )
 

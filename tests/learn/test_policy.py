@@ -7,7 +7,7 @@ import pytest
 
 from grpo_jax import batching
 from grpo_jax.batching import packing
-from grpo_jax.learn import optim, policy, train_step
+from grpo_jax.learn import optim, policy, scoring, train_step
 from grpo_jax.rl import objectives
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
 
@@ -104,8 +104,8 @@ def test_old_logprobs_are_of_the_full_weights_and_reference_logprobs_of_the_base
   _, _, around = begun(DIFFERENCE)
   assert around.reference["w"] is around.frozen["base"]["w"], "nothing is copied"
   trained = {"b": jnp.asarray([0.3, -0.2])}
-  score, batches = train_step.make_scorer(logprobs), minibatches()
-  (scored,) = train_step.with_logprobs(
+  score, batches = scoring.make_scorer(logprobs), minibatches()
+  (scored,) = scoring.with_logprobs(
     batches, score, old_params=around.weights(trained), ref_params=around.reference
   )
   batch = batches[0].microbatches[0]
@@ -113,7 +113,7 @@ def test_old_logprobs_are_of_the_full_weights_and_reference_logprobs_of_the_base
   (found,) = scored.microbatches
   np.testing.assert_allclose(found.old_logprobs, logprobs(changed, batch, False)[0], rtol=1e-5)
   np.testing.assert_allclose(found.ref_logprobs, logprobs(BASE, batch, False)[0], rtol=1e-5)
-  _, watched = train_step.make_watcher(logprobs)(around.weights(trained), batch)
+  _, watched = scoring.make_watcher(logprobs)(around.weights(trained), batch)
   np.testing.assert_allclose(watched.logprobs, found.old_logprobs, rtol=1e-5)
 
 

@@ -15,7 +15,7 @@ import pytest
 from grpo_jax import batching
 from grpo_jax.batching import packing
 from grpo_jax.compilation import programs
-from grpo_jax.learn import optim, train_step
+from grpo_jax.learn import optim, scoring, train_step
 from grpo_jax.rl import objectives
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
 
@@ -109,8 +109,8 @@ def test_epochs_and_minibatches_use_old_logprobs_scored_once():
   update, state = trainer(epochs=2, rate=2.0)
   minibatches = assembled(made, minibatches=2)
   assert len(minibatches) == 2
-  score = train_step.make_scorer(logprobs)
-  minibatches = train_step.with_logprobs(minibatches, score, old_params=state.params)
+  score = scoring.make_scorer(logprobs)
+  minibatches = scoring.with_logprobs(minibatches, score, old_params=state.params)
   state, metrics, _ = update(state, minibatches)
 
   def loss(w, group, old):
@@ -148,7 +148,7 @@ def test_update_returns_the_logprobs_of_the_first_epoch():
   _, _, seen = update(state, minibatches)
   np.testing.assert_allclose(seen[0][0][0, :3], -np.log(V), rtol=1e-6)
   fresh, *_ = after_one(fresh, minibatches[:1])
-  second = train_step.make_scorer(logprobs)(fresh.params, minibatches[1].microbatches[0])
+  second = scoring.make_scorer(logprobs)(fresh.params, minibatches[1].microbatches[0])
   np.testing.assert_allclose(seen[1][0], second, rtol=1e-6)
   assert [len(of_minibatch) for of_minibatch in seen] == [1, 1]
 
@@ -198,9 +198,9 @@ def test_step_with_non_finite_gradients_changes_nothing_and_is_counted():
 
 def test_one_bad_minibatch_of_two_is_skipped_alone():
   minibatches = assembled(groups([[2, 3], [4]], [[4, 4], [5]]), minibatches=2)
-  score = train_step.make_scorer(logprobs)
+  score = scoring.make_scorer(logprobs)
   update, state = trainer()
-  minibatches = train_step.with_logprobs(minibatches, score, old_params=state.params)
+  minibatches = scoring.with_logprobs(minibatches, score, old_params=state.params)
   state, metrics, _ = update(state, broken(minibatches))
   assert values(metrics)["train/skipped_share"] == 0.5
   alone, fresh = trainer()
@@ -238,8 +238,8 @@ def test_only_the_sum_of_gradients_lies_in_memory_while_others_are_computed(monk
     return found
 
   minibatches = assembled(groups(*[[[2, 3], [4]]] * 3), shape=packing.Shape(1, 8, 8))
-  score = train_step.make_scorer(logprobs)
-  minibatches = train_step.with_logprobs(minibatches, score, old_params=state.params)
+  score = scoring.make_scorer(logprobs)
+  minibatches = scoring.with_logprobs(minibatches, score, old_params=state.params)
   monkeypatch.setattr(programs.Program, "__call__", watched)
   update(state, minibatches)
   # Beside the new one, when they start and for each of three microbatches.
@@ -284,9 +284,9 @@ def test_entropy_is_reported_only_if_asked_for():
 
 def test_scorer_gives_the_logprobs_of_the_given_parameters():
   minibatches = assembled(groups([[2, 3], [4]]))
-  score = train_step.make_scorer(logprobs)
+  score = scoring.make_scorer(logprobs)
   reference = {"w": jnp.arange(V, dtype=jnp.float32)}
-  scored = train_step.with_logprobs(minibatches, score, ref_params=reference)
+  scored = scoring.with_logprobs(minibatches, score, ref_params=reference)
   batch = scored[0].microbatches[0]
   assert batch.old_logprobs is None
   table = jax.nn.log_softmax(reference["w"])

@@ -10,7 +10,7 @@ import pytest
 from grpo_kernels import rounding
 
 from grpo_jax.engines import decoding, scheduling
-from grpo_jax.learn import sharding, train_step
+from grpo_jax.learn import sharding, token_scores
 from grpo_jax.models import transformer
 from grpo_jax.models.products import Products
 from grpo_jax.rl import objectives
@@ -75,8 +75,8 @@ def programs(sizes):
   params = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config))
   fields = placed.batch(2 * sharding.replicas(mesh))
   batch = Batch(**jax.tree.map(jnp.asarray, fields))
-  logprobs = train_step.make_logprobs(config, **policy)
-  loss = train_step.make_token_loss(config, objectives.make(kl_coef=0.1), **policy)
+  logprobs = token_scores.make_logprobs(config, **policy)
+  loss = token_scores.make_token_loss(config, objectives.make(kl_coef=0.1), **policy)
   of = Denominators(jnp.float32(9.0), jnp.float32(9.0))
   yield "scorer", lambda p: logprobs(p, batch, True), params
   yield "update", jax.grad(lambda p: loss(p, batch, of, True)[0]), params

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from grpo_jax.batching import layout, packing
-from grpo_jax.learn import optim, train_step
+from grpo_jax.learn import optim, token_scores, train_step
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.rl import objectives
@@ -378,7 +378,7 @@ def test_a_failed_program_is_reported_with_the_end_of_its_output(tmp_path):
 def test_a_profile_distinguishes_the_parts_of_an_update(remat, recomputed):
   """A layer has 9 products, and 18 in its backward pass; "full" computes all but the last again."""
   config = ModelConfig("llama", 101, 24, 40, 2, 4, 2, 6, tie_embeddings=True)
-  logprobs = train_step.make_logprobs(config, implementation="xla_chunked", remat=remat)
+  logprobs = token_scores.make_logprobs(config, implementation="xla_chunked", remat=remat)
   objective = objectives.make(kl_coef=0.0)
   update = train_step.make_update(logprobs, optim.make(10)[0], objective, report_entropy=False)
   params = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config))

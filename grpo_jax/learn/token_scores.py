@@ -1,0 +1,143 @@
+"""What the policy computes for tokens that are learned from: logprobs, entropy, a loss. Pure."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from grpo_kernels.attention import AUTOMATIC, Attention
+from grpo_kernels.linear_logprobs.sharded import Partition
+from grpo_kernels.truncation import Truncation
+from jaxtyping import Array, Bool, Float
+
+from grpo_jax.models import transformer
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.options import ModelOptions
+from grpo_jax.models.products import FLOAT32, Products
+from grpo_jax.rl import diagnostics
+from grpo_jax.rl.logprobs import token_logprobs, token_objective, truncated_token_logprobs
+from grpo_jax.rl.objectives import Objective
+from grpo_jax.types import Batch, Denominators, Metrics
+
+
+class TokenScores(NamedTuple):
+  """What a `LogprobsFn` computes for the tokens that are learned from; nats."""
+
+  logprobs: Float[Array, "B N"]  # log πθ of the distribution that is trained.
+  entropy: Float[Array, "B N"] | None = None  # its entropy; None: not computed.
+  # With top-k, top-p or min-p only: log πθ of the whole softmax, and whether these filters alone
+  # would not have kept the token.
+  full: Float[Array, "B N"] | None = None
+  is_outside: Bool[Array, "B N"] | None = None
+
+
+# (logprobs of a microbatch) → None; for displays of progress.
+OnMicrobatch = Callable[[Any], None]
+# (full weights, batch, with entropy) → the fields of a `TokenScores`, the first two at least.
+LogprobsFn = Callable[[Any, Batch, bool], Sequence[Any]]
+# (full weights, batch, denominators, with entropy) → loss, log πθ [B N], the entropy or None.
+LossFn = Callable[[Any, Batch, Denominators, bool], tuple[Array, Array, Array | None]]
+
+# What to do if memory is short for programs that compute logprobs; for error messages.
+SMALLER_BATCHES = (
+  "lower batching.microbatch_tokens, set model.remat='full', or split the weights over more devices"
+  " with mesh.fsdp"
+)
+
+
+def make_logprobs(
+  config: ModelConfig,
+  *,
+  temperature: float = 1.0,
+  products: Products = FLOAT32,
+  remat: str = ModelOptions.remat,
+  attention: Attention = AUTOMATIC,
+  implementation: str | None = None,
+  partition: Partition | None = None,
+  truncation: Truncation | None = None,
+) -> LogprobsFn:
+  """Makes the function from parameters and batch to the logprobs of the loss tokens.
+
+  Args:
+    config: Sizes of the model.
+    temperature: Temperature at which the completions were sampled.
+    products: Options of matrix products, including those of the head.
+    remat: Activations that the backward pass recomputes; see `transformer.Transformer`.
+    attention: Attention among the tokens of packed rows.
+    implementation: Implementation of `grpo_kernels.linear_logprobs`; None: chosen by platform.
+    partition: Split of the head and its tokens over a mesh; see `sharding.head_partition`.
+    truncation: Filters of the distribution that is trained; None: the whole softmax.
+  """
+  hidden_states = _make_hidden_states(config, products, remat, attention)
+
+  def logprobs(params: Any, batch: Batch, with_entropy: bool) -> TokenScores:
+    head, layout = transformer.head(params, config)
+    settings: dict[str, Any] = {
+      "head_layout": layout,
+      "temperature": temperature,
+      "return_entropy": with_entropy,
+      "partition": partition,
+    }
+    hidden = hidden_states(params, batch)
+    if truncation is not None:
+      return TokenScores(*truncated_token_logprobs(hidden, head, batch, truncation, **settings))
+    outputs = token_logprobs(hidden, head, batch, implementation=implementation, **settings)
+    return TokenScores(*outputs) if isinstance(outputs, tuple) else TokenScores(outputs)
+
+  return logprobs
+
+
+def make_token_loss(
+  config: ModelConfig,
+  objective: Objective,
+  *,
+  temperature: float = 1.0,
+  products: Products = FLOAT32,
+  remat: str = ModelOptions.remat,
+  attention: Attention = AUTOMATIC,
+  partition: Partition | None = None,
+) -> LossFn:
+  """Makes the function from parameters and batch to a token-local loss, to be minimised.
+
+  The head's gradients are computed in the same sweep as the loss; see
+  `grpo_jax.rl.logprobs.token_objective`. The arguments are those of `make_logprobs`.
+  """
+  hidden_states = _make_hidden_states(config, products, remat, attention)
+
+  def loss(params: Any, batch: Batch, denominators: Denominators, with_entropy: bool):
+    head, layout = transformer.head(params, config)
+    return token_objective(
+      hidden_states(params, batch),
+      head,
+      batch,
+      objective,
+      denominators,
+      head_layout=layout,
+      temperature=temperature,
+      return_entropy=with_entropy,
+      partition=partition,
+    )
+
+  return loss
+
+
+def _make_hidden_states(
+  config: ModelConfig, products: Products, remat: str, attention: Attention
+) -> Callable[[Any, Batch], Float[Array, "B T D"]]:
+  """Makes the function (params, batch) → hidden states [B T D], in the compute dtype."""
+
+  def hidden_states(params: Any, batch: Batch) -> Float[Array, "B T D"]:
+    inputs: Any = (batch.tokens, batch.positions, batch.segment_ids, batch.branch_ids)
+    found = transformer.hidden_states(
+      params, config, *inputs, products=products, remat=remat, attention=attention
+    )
+    return found.astype(products.compute_dtype)
+
+  return hidden_states
+
+
+def truncation_metrics(found: TokenScores, mask: Bool[Array, "B N"]) -> Metrics:
+  """Returns the share of the tokens that the trainer's own filters would not have kept."""
+  if found.is_outside is None:
+    return {}
+  is_outside = found.is_outside.astype(jnp.float32)
+  return {"mismatch/outside_truncation_share": diagnostics.token_average(is_outside, mask)}
