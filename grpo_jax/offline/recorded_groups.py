@@ -234,7 +234,7 @@ def rescored(
 
   Raises:
     ValueError: A response has several turns, whose recorded observations cannot be repeated.
-    rollout.TooManyFailures: See `rollout.collect`.
+    TooManyFailures: See `rollout.collect`.
   """
   several = [g.prompt.prompt_id for g in groups if any(r.turns > 1 for r in g.rollouts)]
   if several:

@@ -24,7 +24,7 @@ from grpo_jax.groups import group_bytes, group_json
 from grpo_jax.interrupts import Stopped
 from grpo_jax.processes import bulk
 from grpo_jax.processes.exchanges import EndedEarly
-from grpo_jax.rollouts import group_source, rollout
+from grpo_jax.rollouts import failures, group_source, rollout
 from grpo_jax.rollouts.admission import AdmissionQueue, AdmissionRule
 from grpo_jax.rollouts.background_attempts import Arrived, Attempts
 from grpo_jax.rollouts.group_source import PromptSource
@@ -178,8 +178,8 @@ class AheadSource:
     for number in chosen:
       self._encoded.pop(number, None)
     self._queue.take(chosen)
-    self._metrics = {**self._reading(chosen), **rollout.error_counts(groups)}
-    rollout.check_failures(groups, self._max_error_share)
+    self._metrics = {**self._reading(chosen), **failures.error_counts(groups)}
+    failures.check_failures(groups, self._max_error_share)
     return groups
 
   def ordered(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:

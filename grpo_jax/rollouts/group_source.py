@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from grpo_jax import processes
-from grpo_jax.rollouts import rollout, work_sharing
+from grpo_jax.rollouts import failures, work_sharing
 from grpo_jax.types import Prompt, RolloutGroup
 
 # (prompts, the step that they are for) -> their groups, in order; such as a `RolloutSampler`.
@@ -119,7 +119,7 @@ class SynchronousSource:
     """
     prompts = read(self._prompts, count, of=f"step {step}")
     groups = self._sample(prompts, step) if prompts else []
-    self._metrics = {**self._prompts.metrics(), **rollout.error_counts(groups)}
+    self._metrics = {**self._prompts.metrics(), **failures.error_counts(groups)}
     return groups
 
   def ordered(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:

@@ -11,14 +11,12 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from grpo_jax import metrics
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.engines.base import Generation, OnProgress, SamplingParams
 from grpo_jax.environments.base import AnyFactory, EnvironmentFactory, StepResult, as_factory
 from grpo_jax.environments.isolation import EnvironmentFailure
-from grpo_jax.errors import ExpectedFailure
 from grpo_jax.registry import nearest
-from grpo_jax.rollouts import agents
+from grpo_jax.rollouts import agents, failures
 from grpo_jax.rollouts.attempt import Attempt
 from grpo_jax.rollouts.loop_thread import LoopThread, closed_after
 from grpo_jax.rollouts.options import SCHEDULES, RolloutOptions
@@ -27,10 +25,6 @@ from grpo_jax.types import FinishReason, Prompt, RolloutGroup
 from grpo_jax.values import checked, options
 
 Schedule = Literal["rounds", "free"]  # see `RolloutOptions.schedule`.
-
-
-class TooManyFailures(ExpectedFailure, RuntimeError):
-  """More attempts than allowed could not be scored."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,12 +244,6 @@ def counting(advance: Callable[[int], None]) -> OnProgress:
   return report
 
 
-def error_counts(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-  """Counts the attempts of the groups that failed, by kind, as "rollout/errors/KIND"."""
-  kinds = metrics.error_kinds(groups)
-  return {f"rollout/errors/{kind}": float(count) for kind, count in kinds.items()}
-
-
 class _Collector:
   """Takes attempts through their turns and yields each group when it is finished."""
 
@@ -299,8 +287,8 @@ class _Collector:
     finally:
       work.cancel()
       await asyncio.gather(work, return_exceptions=True)
-    counting = [_outcome(each) for each in self._flat() if each.prompt.weight > 0]
-    _check(counting, self._limits.max_error_share)
+    counting = [failures.outcome_of(each) for each in self._flat() if each.prompt.weight > 0]
+    failures.check_outcomes(counting, self._limits.max_error_share)
 
   async def _work(self, schedule: Schedule) -> None:
     """Takes all attempts to their ends, and closes the environments whatever happens."""
@@ -439,76 +427,3 @@ def check_unique(prompts: Sequence[Prompt]) -> None:
   repeated = [name for name, count in counts.items() if count > 1]
   if repeated:
     raise ValueError(f"prompt ids must differ, repeated: {repeated[:5]}")
-
-
-class AttemptOutcome(NamedTuple):
-  """How an attempt ended, as far as failures are concerned."""
-
-  prompt_id: str
-  kind: str  # of the failure; "": there was none.
-  error: str  # "KIND: message"
-  asked: str = ""  # text of the prompt.
-  cause: EnvironmentFailure | None = None  # None: it is not known here.
-
-  @property
-  def failed(self) -> bool:
-    """Whether the attempt could not be scored."""
-    return bool(self.kind)
-
-
-def outcomes(groups: Sequence[RolloutGroup]) -> list[AttemptOutcome]:
-  """Returns how the attempts of groups ended that count; see `check_failures`."""
-  return [
-    AttemptOutcome(group.prompt.prompt_id, each.failure, each.error, group.prompt.text)
-    for group in groups
-    if group.prompt.weight > 0
-    for each in (*group.rollouts, *([group.greedy] if group.greedy else []))
-  ]
-
-
-def check_failures(groups: Sequence[RolloutGroup], max_share: float, *, where: str = "") -> None:
-  """Checks that no more than a share of the attempts of groups failed.
-
-  Prompts of weight 0 do not count: cut ones may leave no room.
-
-  Args:
-    groups: Groups of a step, of all processes.
-    max_share: Allowed share, `AttemptLimits.max_error_share`.
-    where: Place of the failures, for the message; "": this process.
-
-  Raises:
-    TooManyFailures: More failed.
-  """
-  _check(outcomes(groups), max_share, where)
-
-
-def _outcome(attempt: Attempt) -> AttemptOutcome:
-  prompt_id, error = attempt.prompt.prompt_id, attempt.error
-  if error is None:
-    return AttemptOutcome(prompt_id, "", "")
-  return AttemptOutcome(prompt_id, error.kind, f"{error.kind}: {error}", attempt.prompt.text, error)
-
-
-def _check(counting: Sequence[AttemptOutcome], max_share: float, where: str = "") -> None:
-  """Raises TooManyFailures."""
-  failed = [each for each in counting if each.failed]
-  if len(failed) <= max_share * len(counting):
-    return
-  kinds = Counter(each.kind for each in failed)
-  raise TooManyFailures(
-    f"{len(failed)} of {len(counting)} attempts could not be scored, more than the allowed share "
-    f"of {max_share:g} (rollout.max_error_share): {dict(kinds)}{where and f' ({where})'}; the "
-    f"first, {failed[0].prompt_id}: {failed[0].error}\nprompt: {failed[0].asked[:200]!r}"
-    f"{_firsts_of_others(failed)}"
-  ) from failed[0].cause
-
-
-def _firsts_of_others(failed: Sequence[AttemptOutcome]) -> str:
-  """Returns a line for the first failure of each of up to three other kinds.
-
-  A sandbox that cannot start, for example, follows the time-outs of those who waited for it.
-  """
-  firsts: dict[str, AttemptOutcome] = {}
-  for each in failed:
-    firsts.setdefault(each.kind, each)
-  return "".join(f"\n{each.prompt_id}: {each.error}" for each in [*firsts.values()][1:4])

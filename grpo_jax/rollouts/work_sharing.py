@@ -17,7 +17,7 @@ from grpo_jax.groups import group_bytes
 from grpo_jax.interrupts import Stopped
 from grpo_jax.processes import bulk, digests
 from grpo_jax.processes.exchanges import EndedEarly
-from grpo_jax.rollouts import rollout
+from grpo_jax.rollouts import failures, rollout
 from grpo_jax.rollouts.rollout import AttemptLimits
 from grpo_jax.types import Prompt, RolloutGroup
 
@@ -121,7 +121,7 @@ def _joined(
   count = len(shares)
   parts = [group_bytes.decode(data, prompts[i::count]) for i, data in enumerate(shares)]
   groups = [parts[i % count][i // count] for i in range(len(prompts))]
-  rollout.check_failures(groups, max_error_share, where=_failed_where(groups))
+  failures.check_failures(groups, max_error_share, where=_failed_where(groups))
   _warn_of_processes(groups, max_error_share)
   return groups
 
@@ -129,7 +129,7 @@ def _joined(
 def _failed(groups: Sequence[RolloutGroup]) -> list[tuple[int, int]]:
   """Returns the failed attempts and all attempts of each process."""
   shares = [groups[process :: processes.count()] for process in range(processes.count())]
-  outcomes = [rollout.outcomes(own) for own in shares]
+  outcomes = [failures.outcomes(own) for own in shares]
   return [(sum(each.failed for each in own), len(own)) for own in outcomes]
 
 

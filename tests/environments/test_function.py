@@ -7,7 +7,8 @@ from scripted_engine import TOKENIZER, ScriptedEngine
 from grpo_jax import environments
 from grpo_jax.data.byte_tokenizer import END
 from grpo_jax.engines.base import SamplingParams
-from grpo_jax.rollouts.rollout import AttemptLimits, collect_sync, error_counts
+from grpo_jax.rollouts.failures import error_counts
+from grpo_jax.rollouts.rollout import AttemptLimits, collect_sync
 from grpo_jax.types import Prompt
 
 MODULE = """

@@ -17,7 +17,8 @@ from grpo_jax.engines.fake import FakeEngine
 from grpo_jax.environments.base import StepResult
 from grpo_jax.groups import credit, filters
 from grpo_jax.rl import estimators
-from grpo_jax.rollouts.rollout import AttemptLimits, TooManyFailures, collect_sync, error_counts
+from grpo_jax.rollouts.failures import TooManyFailures, error_counts
+from grpo_jax.rollouts.rollout import AttemptLimits, collect_sync
 from grpo_jax.run_folder import console
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup, Turn
 

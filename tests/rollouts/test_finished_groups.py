@@ -18,8 +18,9 @@ from grpo_jax.engines.fake import FakeEngine
 from grpo_jax.environments.base import SingleTurn, StepResult
 from grpo_jax.interrupts import Stopped
 from grpo_jax.rollouts import evaluation, rollout, stream
+from grpo_jax.rollouts.failures import TooManyFailures
 from grpo_jax.rollouts.loop_thread import LoopThread
-from grpo_jax.rollouts.rollout import AttemptLimits, StepPrompt, TooManyFailures
+from grpo_jax.rollouts.rollout import AttemptLimits, StepPrompt
 from grpo_jax.rollouts.turn_sampling import request_seed
 from grpo_jax.types import Prompt
 

@@ -15,7 +15,7 @@ from grpo_jax.data.byte_tokenizer import END, ROLE, ByteTokenizer
 from grpo_jax.engines.base import GenerationRequest, SamplingParams
 from grpo_jax.environments.base import SingleTurn, StepResult
 from grpo_jax.environments.isolation import IsolatedEnvironment
-from grpo_jax.rollouts import rollout
+from grpo_jax.rollouts import failures, rollout
 from grpo_jax.rollouts.rollout import AttemptLimits, collect_sync
 from grpo_jax.rollouts.turn_sampling import request_seed
 from grpo_jax.types import FinishReason, Prompt
@@ -85,7 +85,7 @@ def test_a_greedy_attempt_that_fails_is_counted_and_costs_no_other():
   limits = AttemptLimits(max_error_share=0.5)
   [group] = run(engine, single_turn(reward), prompts("a"), with_greedy=True, limits=limits)
   assert group.rewards.tolist() == [1.0, 1.0] and np.isnan(group.greedy.reward)
-  assert sum(rollout.error_counts([group]).values()) == 1.0
+  assert sum(failures.error_counts([group]).values()) == 1.0
 
 
 def test_collect_keeps_the_sampled_ids_logprobs_and_versions_of_a_single_turn():
@@ -306,7 +306,7 @@ def test_collect_fails_an_attempt_whose_prompt_leaves_no_room():
   )
   assert np.isnan(groups[0].rewards).all() and len(groups[0].rollouts[0].completion_ids) == 0
   assert groups[1].rewards.tolist() == [1.0, 1.0]
-  assert rollout.error_counts(groups) == {"rollout/errors/no_room": 2.0}
+  assert failures.error_counts(groups) == {"rollout/errors/no_room": 2.0}
 
 
 @pytest.mark.parametrize("weight", [0.0, 1.0])
@@ -319,7 +319,7 @@ def test_collect_lets_a_prompt_without_room_stop_the_run_only_if_it_is_learned_f
     limits=AttemptLimits(max_tokens=3, max_error_share=0.2),
   )
   if weight:
-    with pytest.raises(rollout.TooManyFailures, match="2 of 4 attempts.*no_room"):
+    with pytest.raises(failures.TooManyFailures, match="2 of 4 attempts.*no_room"):
       attempt()
   else:
     assert [np.isnan(group.rewards).all() for group in attempt()] == [True, False]
@@ -366,7 +366,7 @@ def test_a_failing_environment_costs_its_attempt_only_and_is_counted(fault, kind
   for group in groups:
     assert np.isnan(group.rewards).tolist() == [False, True, False]
     assert group.rollouts[1].text == "1" and group.rollouts[1].reward_components == {}
-  assert rollout.error_counts(groups) == {f"rollout/errors/{kind}": 2.0}
+  assert failures.error_counts(groups) == {f"rollout/errors/{kind}": 2.0}
   assert metrics.rollout_metrics(groups)["rollout/failed_share"] == pytest.approx(1 / 3)
 
 
@@ -378,7 +378,7 @@ def test_a_factory_that_raises_costs_its_attempts_only():
 
   half = AttemptLimits(max_error_share=0.5)
   groups = run(ScriptedEngine(lambda r: "x"), {"env": factory}, prompts("a", "b"), limits=half)
-  assert rollout.error_counts(groups) == {"rollout/errors/OSError": 2.0}
+  assert failures.error_counts(groups) == {"rollout/errors/OSError": 2.0}
   assert groups[1].rewards.tolist() == [1.0, 1.0]
 
 
@@ -391,7 +391,7 @@ def test_collect_stops_past_the_allowed_share_of_failures_and_says_why():
   at_the_limit = AttemptLimits(max_error_share=0.5)
   assert len(run(engine, single_turn(reward), prompts("a"), limits=at_the_limit)) == 1
   message = r"1 of 2 attempts.*0\.4 .rollout.max_error_share.*'KeyError': 1.*nothing here"
-  with pytest.raises(rollout.TooManyFailures, match=message):
+  with pytest.raises(failures.TooManyFailures, match=message):
     run(engine, single_turn(reward), prompts("a"), limits=AttemptLimits(max_error_share=0.4))
 
 
@@ -402,7 +402,7 @@ def test_the_first_failure_of_each_kind_is_in_the_message():
     kinds = {"0": TimeoutError("no answer"), "1": OSError("no sandbox starts")}
     raise kinds.get(text) or TimeoutError("no answer, either")
 
-  with pytest.raises(rollout.TooManyFailures) as failure:
+  with pytest.raises(failures.TooManyFailures) as failure:
     run(engine, single_turn(reward), prompts("a"), group_size=3)
   first, others = str(failure.value).split("prompt: 'a'")
   assert "the first, set:0:0: TimeoutError: no answer" in first and "OSError: " not in first
@@ -461,7 +461,7 @@ def test_an_aborted_generation_is_not_scored():
     prompts("a"),
     limits=AttemptLimits(max_error_share=1.0),
   )
-  assert rollout.error_counts(groups) == {"rollout/errors/abort": 2.0}
+  assert failures.error_counts(groups) == {"rollout/errors/abort": 2.0}
 
 
 def test_collect_refuses_what_cannot_be_right():

@@ -23,8 +23,9 @@ from grpo_jax.groups import filters, group_bytes
 from grpo_jax.interrupts import Stopped
 from grpo_jax.processes import bulk, digests, exchanges
 from grpo_jax.rollouts import evaluation, group_source, rollout, stream, work_sharing
+from grpo_jax.rollouts.failures import TooManyFailures
 from grpo_jax.rollouts.loop_thread import LoopThread
-from grpo_jax.rollouts.rollout import AttemptLimits, TooManyFailures
+from grpo_jax.rollouts.rollout import AttemptLimits
 from grpo_jax.types import Prompt
 from tests import side_by_side
 from tests.groups.test_group_bytes import bits

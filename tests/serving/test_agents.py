@@ -26,7 +26,8 @@ from grpo_jax import environments
 from grpo_jax.engines.fake import FakeEngine
 from grpo_jax.environments.base import Endpoint, StepResult
 from grpo_jax.environments.isolation import IsolatedEnvironment
-from grpo_jax.rollouts.rollout import AttemptLimits, TooManyFailures, error_counts
+from grpo_jax.rollouts.failures import TooManyFailures, error_counts
+from grpo_jax.rollouts.rollout import AttemptLimits
 from grpo_jax.types import FinishReason
 
 
