@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_jax import metrics
+from grpo_jax.metrics import scored_groups
 from grpo_jax.run_folder import console, loggers
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
 
@@ -102,7 +102,7 @@ def write_steps(logger: loggers.Logger, first: int, end: int, *, seed: int = 0, 
       ]
       for g in groups
     ]
-    values = {"weight_version": step} | metrics.rollout_metrics(groups, step=step)
+    values = {"weight_version": step} | scored_groups.rollout_metrics(groups, step=step)
     values["signal/lost_share"] = values["rollout/no_signal_share"]
     values |= {
       "train/loss": rng.normal(0, 0.01),
@@ -128,7 +128,7 @@ def write_steps(logger: loggers.Logger, first: int, end: int, *, seed: int = 0, 
       held_out = [make_group(rng, 10_000 + step, index, skill) for index in range(32)]
       logger.write(
         step,
-        metrics.evaluation_metrics(held_out, name="heldout", pass_k=(1, 4))
+        scored_groups.evaluation_metrics(held_out, name="heldout", pass_k=(1, 4))
         | {"time/evaluate_s": 6.0},
       )
     logger.write_rollouts(step, groups, advantages_of(groups), noise)
@@ -145,7 +145,7 @@ def make_run(
   write_steps(logger, 0, steps, total=max(steps, 6))
   rng = np.random.default_rng(1)
   groups = [make_group(rng, steps, index, 0.83) for index in range(32)]
-  logger.write(steps, metrics.evaluation_metrics(groups, name="heldout", pass_k=(1, 4)))
+  logger.write(steps, scored_groups.evaluation_metrics(groups, name="heldout", pass_k=(1, 4)))
   logger.close()
   return workdir
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float
 
-from grpo_jax.metrics import pass_at_k
+from grpo_jax.metrics.scored_groups import pass_at_k
 
 Values = Float[np.ndarray, " _"]  # of each prompt.
 
@@ -80,7 +80,7 @@ def resampled_means(
 
 
 def pass_values(solved: Sequence[int], attempts: Sequence[int], k: int) -> Values:
-  """Returns the unbiased estimate of pass@k of each prompt; see `metrics.pass_at_k`.
+  """Returns the unbiased estimate of pass@k of each prompt; see `scored_groups.pass_at_k`.
 
   Args:
     solved: Number of attempts at each prompt that solve it.

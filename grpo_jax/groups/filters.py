@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Float
 
-from grpo_jax import metrics
 from grpo_jax.groups.options import FilterOptions
+from grpo_jax.metrics import scored_groups
 from grpo_jax.types import RolloutGroup
 from grpo_jax.values import checked
 from grpo_jax.values.options import kinds
@@ -114,13 +114,13 @@ def has_signal(group: RolloutGroup, *, by_component: bool = False) -> bool:
   The rule is that of `moments.has_spread`: rewards 0.4 and 0.6 have signal, two of 0.5 have none. A
   component that a completion lacks counts as not scored for it.
   """
-  if metrics.has_signal(group):
+  if scored_groups.has_signal(group):
     return True
   valid = [r.reward_components for r in group.rollouts if np.isfinite(r.reward)]
   names = {name for components in valid for name in components} if by_component else set()
   for name in names:
     own = np.asarray([components[name] for components in valid if name in components], np.float32)
-    if metrics.differs(own):
+    if scored_groups.differs(own):
       return True
   return False
 

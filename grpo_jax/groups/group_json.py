@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax import metrics
+from grpo_jax.metrics import attempt_events
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup, Turn
 from grpo_jax.values.json_numbers import decoded, encoded
 
@@ -101,7 +101,7 @@ def _decoded(record: Mapping[str, Any]) -> Rollout:
   if "failure" in record:
     events = {name: record[name] for name in EVENTS}
   else:  # older checkpoints have them among the metrics.
-    values, events = metrics.split_events(values)
+    values, events = attempt_events.split_events(values)
   return Rollout(
     **{name: _unpacked(record[name], dtype) for name, dtype in ARRAYS.items()},
     finish_reason=FinishReason(record["finish_reason"]),

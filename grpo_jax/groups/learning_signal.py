@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax import batching, metrics
+from grpo_jax import batching
 from grpo_jax.groups import filters
+from grpo_jax.metrics import scored_groups
 from grpo_jax.rl.estimators import Estimator
 from grpo_jax.types import RolloutGroup
 
@@ -155,7 +156,7 @@ def _without_advantage(
   in_loss = [place for place in places if place not in reasons]
   values = np.asarray([advantages[g][r] for g, r in in_loss], np.float32)
   if estimator.needs_whitening:  # whitening subtracts the common part, as `advantages.whiten` does.
-    if not metrics.differs(values):
+    if not scored_groups.differs(values):
       one_each = estimator.compares and all(_scored(group) < 2 for group in kept)
       lost["group_of_one" if one_each else "equal_rewards_in_step"] += len(in_loss)
   else:

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from grpo_jax import metrics
 from grpo_jax.groups.options import ShapingOptions
+from grpo_jax.metrics import scored_groups
 from grpo_jax.types import Rollout, RolloutGroup
 from grpo_jax.values import checked
 from grpo_jax.values.options import kinds
@@ -161,7 +161,7 @@ def group_metrics(
   values = {
     "shaping/reward_mean": new[scored],
     "shaping/changed_share": (new != raw)[scored],
-    "shaping/no_signal_share": [not metrics.has_signal(group) for group in after],
+    "shaping/no_signal_share": [not scored_groups.has_signal(group) for group in after],
   }
   if shaping.scale_from is not None:
     low, high = shaping.scale_from

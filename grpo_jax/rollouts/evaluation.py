@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from grpo_jax import metrics
 from grpo_jax.data import Tokenizer
 from grpo_jax.engines.base import Engine, OnProgress, SamplingParams
 from grpo_jax.environments.base import AnyFactory
+from grpo_jax.metrics import scored_groups
 from grpo_jax.rollouts import rollout, work_sharing
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.rollouts.options import RolloutOptions
@@ -88,4 +88,4 @@ def run(
   groups = work_sharing.among_processes(prompts, attempted, limits=limits, stop=stop, what=what)
   if on_groups:
     on_groups(groups)
-  return metrics.evaluation_metrics(groups, name=name, pass_k=pass_k)
+  return scored_groups.evaluation_metrics(groups, name=name, pass_k=pass_k)

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from grpo_jax import metrics
 from grpo_jax.environments.isolation import EnvironmentFailure
 from grpo_jax.errors import ExpectedFailure
+from grpo_jax.metrics import attempt_events
 from grpo_jax.rollouts.attempt import Attempt
 from grpo_jax.types import RolloutGroup
 
@@ -58,7 +58,7 @@ def check_failures(groups: Sequence[RolloutGroup], max_share: float, *, where: s
 
 def error_counts(groups: Sequence[RolloutGroup]) -> dict[str, float]:
   """Counts the attempts of the groups that failed, by kind, as "rollout/errors/KIND"."""
-  kinds = metrics.error_kinds(groups)
+  kinds = attempt_events.error_kinds(groups)
   return {f"rollout/errors/{kind}": float(count) for kind, count in kinds.items()}
 
 

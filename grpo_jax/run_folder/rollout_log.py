@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax import metrics
+from grpo_jax.metrics import attempt_events
 from grpo_jax.types import Rollout, RolloutGroup
 from grpo_jax.values.json_numbers import finite
 
@@ -120,7 +120,7 @@ def _record(
     "reward": finite(rollout.reward),
     "shaped_reward": finite(shaped_reward),
     "reward_components": {k: finite(v) for k, v in rollout.reward_components.items()},
-    "metrics": {k: finite(v) for k, v in metrics.with_events(rollout).items()},
+    "metrics": {k: finite(v) for k, v in attempt_events.with_events(rollout).items()},
     "advantage": finite(advantage),
     **({} if weight == 1 else {"loss_multiplier": weight}),
     "finish_reason": rollout.finish_reason.value,

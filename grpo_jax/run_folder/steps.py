@@ -13,7 +13,7 @@ from grpo_jax.compilation import compiling
 from grpo_jax.groups import credit, learning_signal, shaping
 from grpo_jax.groups.filters import Filtered
 from grpo_jax.learn import monitoring
-from grpo_jax.metrics import timing
+from grpo_jax.metrics import scored_groups, timing
 from grpo_jax.processes import arrays
 from grpo_jax.rl.estimators import Estimator
 from grpo_jax.run_folder.hosts import Hosts
@@ -177,11 +177,11 @@ class StepRecorder:
     groups, kept = record.groups, record.kept
     return {
       "weight_version": float(record.step),
-      **metrics.rollout_metrics(groups, step=record.step),
+      **scored_groups.rollout_metrics(groups, step=record.step),
       **shaping.group_metrics(groups, record.shaped, self.shaping),
       **{name: value for source in self.sources for name, value in source().items()},
-      **(metrics.dataset_metrics(groups) if self.by_dataset else {}),
-      **(metrics.staleness_metrics(groups, step=record.step) if self.by_staleness else {}),
+      **(scored_groups.dataset_metrics(groups) if self.by_dataset else {}),
+      **(scored_groups.staleness_metrics(groups, step=record.step) if self.by_staleness else {}),
       **{f"filter/{reason}": float(count) for reason, count in kept.dropped.items()},
       **credit.advantage_metrics(record.advantages),
       **metrics.to_floats(record.batch.metrics),

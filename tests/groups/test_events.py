@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from grpo_jax import metrics
 from grpo_jax.groups import group_json
+from grpo_jax.metrics import attempt_events, scored_groups
 from grpo_jax.run_folder import rollout_log
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
 
@@ -68,9 +68,10 @@ def test_older_checkpoints_have_events_among_the_metrics(fields, names):
 def test_a_metric_of_an_environment_is_never_an_event():
   own = {"turn_limit": 0.0, "error/mine": 3.0}
   rollout = dataclasses.replace(PLAIN, metrics=own)
-  found = metrics.rollout_metrics([group(rollout)])
+  found = scored_groups.rollout_metrics([group(rollout)])
   assert found["env/env/turn_limit"] == 0.0 and found["env/env/error/mine"] == 3.0
-  assert metrics.error_kinds([group(rollout)]) == {} and "rollout/turn_limit_share" not in found
+  assert attempt_events.error_kinds([group(rollout)]) == {}
+  assert "rollout/turn_limit_share" not in found
   (back,) = group_json.decode(group_json.encode(group(rollout))).rollouts
   assert back.metrics == own and not back.hit_turn_limit and back.failure == ""
 
@@ -79,5 +80,5 @@ def test_failures_are_counted_by_kind():
   failed = dataclasses.replace(PLAIN, reward=math.nan, failure="timeout", close_failure="died")
   limited = dataclasses.replace(PLAIN, hit_turn_limit=True)
   both = RolloutGroup(group(PLAIN).prompt, (failed, failed, limited))
-  assert metrics.error_kinds([both]) == {"close_died": 2, "timeout": 2}
-  assert metrics.rollout_metrics([both])["rollout/turn_limit_share"] == pytest.approx(1 / 3)
+  assert attempt_events.error_kinds([both]) == {"close_died": 2, "timeout": 2}
+  assert scored_groups.rollout_metrics([both])["rollout/turn_limit_share"] == pytest.approx(1 / 3)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from grpo_jax import metrics
+from grpo_jax.metrics import scored_groups
 from grpo_jax.report import figures
 from grpo_jax.run_folder import console
 from grpo_jax.types import (
@@ -47,19 +48,19 @@ def a_group(*rollouts, prompt_id="p", environment="math") -> RolloutGroup:
 def test_pass_at_k_is_the_share_of_draws_with_a_solution(n, c, k):
   draws = list(itertools.combinations(range(n), k))
   expected = sum(min(draw) < c for draw in draws) / len(draws)  # samples 0..c-1 solve it.
-  assert metrics.pass_at_k(n, c, k) == pytest.approx(expected, rel=1e-15)
+  assert scored_groups.pass_at_k(n, c, k) == pytest.approx(expected, rel=1e-15)
 
 
 def test_pass_at_k_keeps_its_digits_when_it_is_tiny_and_when_samples_are_many():
   # One of n solves it: 1 - C(n-1,k)/C(n,k) = k/n, here far below the rounding of "1 - ...".
-  assert metrics.pass_at_k(10**17, 1, 3) == pytest.approx(3e-17, rel=1e-15, abs=0)
-  assert metrics.pass_at_k(2000, 1000, 1000) == 1.0
+  assert scored_groups.pass_at_k(10**17, 1, 3) == pytest.approx(3e-17, rel=1e-15, abs=0)
+  assert scored_groups.pass_at_k(2000, 1000, 1000) == 1.0
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(4, 1, 5), (4, 5, 1), (4, 1, 0), (4, -1, 1), (0, 0, 1)])
 def test_pass_at_k_refuses_more_attempts_than_samples(n, c, k):
   with pytest.raises(ValueError, match="1 <= k <= n"):
-    metrics.pass_at_k(n, c, k)
+    scored_groups.pass_at_k(n, c, k)
 
 
 def test_merging_parts_of_unequal_size_gives_the_value_of_the_whole():
@@ -97,7 +98,7 @@ def test_rollouts_are_described_without_those_that_could_not_be_scored():
     a_group(a_rollout(1.0, 4), a_rollout(math.nan, 6)),  # one scored reward: no signal.
     a_group(a_rollout(0.5, 4), a_rollout(0.5, 6, FinishReason.ABORT)),
   ]
-  found = metrics.rollout_metrics(groups, step=3)
+  found = scored_groups.rollout_metrics(groups, step=3)
   expected = {
     "rollout/prompts": 3,
     "rollout/completions": 6,
@@ -124,7 +125,7 @@ def test_completions_are_equal_by_their_tokens():
     a_group(a_rollout(math.nan, tokens=5)),
   ]
   # 2 of 4 differ, 2 of 2, 1 of 1; equal completions of two prompts are nobody's fault.
-  assert metrics.rollout_metrics(groups)["rollout/unique_share"] == pytest.approx(2.5 / 3)
+  assert scored_groups.rollout_metrics(groups)["rollout/unique_share"] == pytest.approx(2.5 / 3)
 
 
 def test_rewards_by_length_by_hand():
@@ -133,7 +134,7 @@ def test_rewards_by_length_by_hand():
     a_group(a_rollout(3.0, 11), a_rollout(3.5, 13)),
     a_group(a_rollout(0.1, 20), a_rollout(0.1, 40)),
   ]
-  found = metrics.rollout_metrics(groups)
+  found = scored_groups.rollout_metrics(groups)
   # Deviations: rewards (.5 -.5 0) (-.25 .25) (0 0), lengths (-2 0 2) (-1 1) (-10 10).
   covariance = -1.0 + 0.25 + 0.25
   expected = covariance / math.sqrt((0.5 + 0.125) * (8 + 2 + 200))
@@ -144,13 +145,13 @@ def test_rewards_by_length_by_hand():
 
 
 def test_rewards_by_length_of_equal_ones():
-  same = metrics.rollout_metrics([a_group(a_rollout(0.1, 3), a_rollout(0.1, 5))])
+  same = scored_groups.rollout_metrics([a_group(a_rollout(0.1, 3), a_rollout(0.1, 5))])
   assert math.isnan(same["rollout/reward_length_correlation"])
-  equal = metrics.rollout_metrics([a_group(a_rollout(0.0, 3), a_rollout(1.0, 3))])
+  equal = scored_groups.rollout_metrics([a_group(a_rollout(0.0, 3), a_rollout(1.0, 3))])
   assert math.isnan(equal["rollout/reward_length_correlation"])
   assert equal["rollout/reward_of_length/1"] == 0.5
   assert math.isnan(equal["rollout/reward_of_length/4"])
-  longer = metrics.rollout_metrics([a_group(a_rollout(0.0, 3), a_rollout(1.0, 5))])
+  longer = scored_groups.rollout_metrics([a_group(a_rollout(0.0, 3), a_rollout(1.0, 5))])
   assert longer["rollout/reward_length_correlation"] == pytest.approx(1.0)
 
 
@@ -163,10 +164,10 @@ def test_staleness_counts_sampled_tokens_only():
     finish_reason=FinishReason.ENV_DONE,
     reward=1.0,
   )
-  found = metrics.rollout_metrics([a_group(rollout)], step=7)
+  found = scored_groups.rollout_metrics([a_group(rollout)], step=7)
   assert found["rollout/staleness_mean"] == pytest.approx(2.0)
   assert found["rollout/staleness_max"] == 3.0
-  assert "rollout/staleness_mean" not in metrics.rollout_metrics([a_group(rollout)])
+  assert "rollout/staleness_mean" not in scored_groups.rollout_metrics([a_group(rollout)])
 
 
 def test_completions_are_described_by_the_age_of_their_oldest_token():
@@ -180,7 +181,7 @@ def test_completions_are_described_by_the_age_of_their_oldest_token():
     a_group(sampled_by(4.0, 6, 7, 9), sampled_by(2.0, -1, 7), sampled_by(math.nan, 7, 7)),
     a_group(sampled_by(7.0, -1, -1), masked, sampled_by(0.25, 1, 0)),
   ]
-  found = metrics.staleness_metrics(groups, step=9)
+  found = scored_groups.staleness_metrics(groups, step=9)
   assert found["rollout/mixed_versions_share"] == 3 / 8  # one completion has no known version.
   rewards = [found[f"staleness/{ages}/reward"] for ages in ("0", "1", "2_3", "4_7", "8_plus")]
   assert rewards == pytest.approx([5.0, 0.25, 3.0, math.nan, 0.25], nan_ok=True)
@@ -189,7 +190,7 @@ def test_completions_are_described_by_the_age_of_their_oldest_token():
 
 @pytest.mark.filterwarnings("error")
 def test_nothing_sampled_has_no_age():
-  assert all(map(math.isnan, metrics.staleness_metrics([], step=3).values()))
+  assert all(map(math.isnan, scored_groups.staleness_metrics([], step=3).values()))
 
 
 def test_environments_are_separate_and_their_own_metrics_are_averaged():
@@ -198,7 +199,7 @@ def test_environments_are_separate_and_their_own_metrics_are_averaged():
     a_group(a_rollout(0.0, metrics={"accuracy": 0.0}), environment="math"),
     a_group(a_rollout(-1.0), environment="code"),
   ]
-  found = metrics.rollout_metrics(groups)
+  found = scored_groups.rollout_metrics(groups)
   assert found["env/math/reward_mean"] == 0.5
   assert found["env/code/reward_mean"] == -1.0
   assert found["env/math/accuracy"] == 0.5
@@ -207,10 +208,10 @@ def test_environments_are_separate_and_their_own_metrics_are_averaged():
 
 @pytest.mark.filterwarnings("error")
 def test_nothing_sampled_gives_nan_and_no_warning():
-  found = metrics.rollout_metrics([], step=0)
+  found = scored_groups.rollout_metrics([], step=0)
   assert found["rollout/completions"] == 0.0
   assert math.isnan(found["rollout/reward_mean"]) and math.isnan(found["rollout/staleness_max"])
-  only_failed = metrics.rollout_metrics([a_group(a_rollout(math.nan), a_rollout(math.nan))])
+  only_failed = scored_groups.rollout_metrics([a_group(a_rollout(math.nan), a_rollout(math.nan))])
   assert only_failed["rollout/failed_share"] == 1.0
   assert only_failed["rollout/no_signal_share"] == 1.0
   assert math.isnan(only_failed["rollout/reward_mean"])
@@ -222,7 +223,7 @@ def test_an_evaluation_reports_accuracy_pass_at_k_and_what_failed():
     a_group(judged(1.0), judged(0.0), judged(0.0), a_rollout(math.nan)),
     a_group(judged(0.9), judged(1.0), judged(1.0), judged(0.0, 9, FinishReason.LENGTH)),
   ]
-  found = metrics.evaluation_metrics(groups, name="heldout", pass_k=(1, 2))
+  found = scored_groups.evaluation_metrics(groups, name="heldout", pass_k=(1, 2))
   expected = {
     "eval/heldout/prompts": 2,
     "eval/heldout/accuracy": (1 / 4 + 2 / 4) / 2,
@@ -240,28 +241,28 @@ def test_an_environment_that_reports_accuracy_decides_what_is_solved():
   groups = [
     a_group(a_rollout(1.5, metrics={"accuracy": 0.0}), a_rollout(0.1, metrics={"accuracy": 1.0}))
   ]
-  assert metrics.evaluation_metrics(groups, name="x")["eval/x/accuracy"] == 0.5
+  assert scored_groups.evaluation_metrics(groups, name="x")["eval/x/accuracy"] == 0.5
 
 
 def test_accuracy_is_of_the_environments_that_report_it():
   rewarded = a_group(a_rollout(1.0), a_rollout(1.0), environment="reward_model")
-  alone = metrics.evaluation_metrics([rewarded], name="x")
+  alone = scored_groups.evaluation_metrics([rewarded], name="x")
   assert not [name for name in alone if "accuracy" in name or "pass@" in name]
   assert alone["eval/x/reward_mean"] == 1.0
   judged = a_group(a_rollout(0.0, metrics={"accuracy": 1.0}), a_rollout(math.nan))
-  both = metrics.evaluation_metrics([rewarded, judged], name="x")
+  both = scored_groups.evaluation_metrics([rewarded, judged], name="x")
   assert both["eval/x/accuracy"] == both["eval/x/math/accuracy"] == both["eval/x/pass@1"] == 0.5
   assert "eval/x/reward_model/accuracy" not in both
 
 
 def test_the_entropy_of_the_behavior_is_of_all_sampled_tokens():
   groups = [a_group(a_rollout(1.0, 3), a_rollout(1.0, 5)), a_group(a_rollout(math.nan, 2))]
-  assert metrics.rollout_metrics(groups)["rollout/behavior_entropy"] == pytest.approx(0.5)
+  assert scored_groups.rollout_metrics(groups)["rollout/behavior_entropy"] == pytest.approx(0.5)
 
 
 def test_everything_that_the_package_reports_is_in_the_table():
   group = a_group(a_rollout(1.0, metrics={"accuracy": 1.0}, reward_components={"format": 1.0}))
-  reported = metrics.rollout_metrics([group], step=1) | metrics.evaluation_metrics(
+  reported = scored_groups.rollout_metrics([group], step=1) | scored_groups.evaluation_metrics(
     [group], name="held/out"
   )
   assert metrics.unknown(reported) == []

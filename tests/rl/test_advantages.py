@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax import metrics
+from grpo_jax.metrics import scored_groups
 from grpo_jax.rl import advantages, estimators
 
 NAN = float("nan")
@@ -440,7 +440,7 @@ def test_rewards_of_any_size_give_the_advantages_of_the_formula():
       assert (got != 0).any(), (name, rewards)
       atol = 1e-6 * np.abs(expected).max()  # sums of large and small numbers cancel.
       np.testing.assert_allclose(got, expected, rtol=1e-5, atol=atol, err_msg=f"{name} {rewards}")
-    assert metrics.differs(np.asarray(rewards, np.float32))
+    assert scored_groups.differs(np.asarray(rewards, np.float32))
 
 
 def test_whitening_and_gdpo_take_rewards_of_any_size():
@@ -459,13 +459,13 @@ def test_equal_rewards_have_no_signal_whatever_their_size():
   grpo, dr_grpo, rloo = map(_jit, (advantages.grpo, advantages.dr_grpo, advantages.rloo))
   for value in (0.1, 1e20, 3e38, 1e-30, 1e-42, -7.0):
     rewards = np.asarray([value, value, NAN, value], np.float32)
-    assert not metrics.differs(rewards)
+    assert not scored_groups.differs(rewards)
     np.testing.assert_array_equal(grpo(rewards), np.zeros(4))
   neighbours = np.nextafter(np.float32(0.3), np.float32([0.0, 1.0]))
-  assert not metrics.differs(neighbours)
+  assert not scored_groups.differs(neighbours)
   for function in (grpo, dr_grpo, rloo):
     np.testing.assert_array_equal(function(neighbours), np.zeros(2))
-  assert not metrics.differs(np.asarray([1e-42, 0.0], np.float32))  # as accelerators have it.
+  assert not scored_groups.differs(np.asarray([1e-42, 0.0], np.float32))  # as accelerators have it.
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from grpo_jax.engines.base import SamplingParams
 from grpo_jax.engines.fake import FakeEngine
 from grpo_jax.environments.base import StepResult
 from grpo_jax.groups import credit, filters
+from grpo_jax.metrics import scored_groups
 from grpo_jax.rl import estimators
 from grpo_jax.rollouts.failures import TooManyFailures, error_counts
 from grpo_jax.rollouts.rollout import AttemptLimits, collect_sync
@@ -258,7 +259,7 @@ def test_conversations_are_described_turn_by_turn():
       talked(Turn(1, 3, 0.0), Turn(7, 0, math.nan), reward=math.nan, error="KeyError: 'x'"),
     ),
   ]
-  found = metrics.rollout_metrics(groups)
+  found = scored_groups.rollout_metrics(groups)
   expected = {
     "rollout/turns_mean": 2.0,
     "rollout/turns_total": 8.0,
@@ -284,13 +285,15 @@ def test_conversations_are_described_turn_by_turn():
   assert {name: found[name] for name in expected} == pytest.approx(expected)
   assert "rollout/turn/04/reached_share" not in found
   assert not metrics.unknown(found)
-  single = metrics.rollout_metrics([group(talked(Turn(6, 0, 0.0)))])
+  single = scored_groups.rollout_metrics([group(talked(Turn(6, 0, 0.0)))])
   assert "rollout/turns_max" not in single and "rollout/turn/01/reached_share" not in single
 
 
 def test_flags_of_attempts_are_not_averaged_for_their_environment():
   failed = talked(Turn(1, 0, 0.0), reward=math.nan, failure="timeout", error="x")
-  found = metrics.rollout_metrics([group(failed, talked(Turn(1, 0, 1.0), hit_turn_limit=True))])
+  found = scored_groups.rollout_metrics(
+    [group(failed, talked(Turn(1, 0, 1.0), hit_turn_limit=True))]
+  )
   assert not [name for name in found if name.startswith(("env/env/error", "env/env/turn_limit"))]
   assert found["env/env/failed_share"] == 0.5 and found["env/env/completions"] == 2.0
 
@@ -298,15 +301,15 @@ def test_flags_of_attempts_are_not_averaged_for_their_environment():
 def test_metrics_are_separate_for_every_environment_of_a_group():
   solved, missed = (talked(Turn(1, 0, r), metrics={"accuracy": r}) for r in (1.0, 0.0))
   groups = [group(solved, missed, environment="math"), group(solved, environment="puzzle")]
-  found = metrics.rollout_metrics(groups)
+  found = scored_groups.rollout_metrics(groups)
   assert (found["env/math/accuracy"], found["env/puzzle/accuracy"]) == (0.5, 1.0)
   assert (found["env/math/completions"], found["env/puzzle/completions"]) == (2.0, 1.0)
-  evaluated = metrics.evaluation_metrics(groups, name="heldout")
+  evaluated = scored_groups.evaluation_metrics(groups, name="heldout")
   assert evaluated["eval/heldout/accuracy"] == 0.75
   assert evaluated["eval/heldout/math/accuracy"] == 0.5
   assert evaluated["eval/heldout/puzzle/accuracy"] == 1.0
   assert not metrics.unknown(evaluated)
-  alone = metrics.evaluation_metrics(groups[:1], name="heldout")
+  alone = scored_groups.evaluation_metrics(groups[:1], name="heldout")
   assert "eval/heldout/math/accuracy" not in alone
 
 
@@ -415,7 +418,7 @@ def test_a_failure_that_says_what_a_terminal_obeys_is_printed_harmlessly():
 
 def test_evaluations_report_the_kinds_of_failures():
   failed = talked(Turn(1, 0, 0.0), reward=math.nan, failure="timeout", error="timeout: 5 s")
-  found = metrics.evaluation_metrics(
+  found = scored_groups.evaluation_metrics(
     [group(failed), group(talked(Turn(1, 0, 1.0)))], name="heldout"
   )
   assert found["eval/heldout/errors/timeout"] == 1.0 and found["eval/heldout/failed_share"] == 0.5

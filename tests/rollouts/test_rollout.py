@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from scripted_engine import TOKENIZER, ScriptedEngine
 
-from grpo_jax import metrics
 from grpo_jax.data.byte_tokenizer import END, ROLE, ByteTokenizer
 from grpo_jax.engines.base import GenerationRequest, SamplingParams
 from grpo_jax.environments.base import SingleTurn, StepResult
 from grpo_jax.environments.isolation import IsolatedEnvironment
+from grpo_jax.metrics import scored_groups
 from grpo_jax.rollouts import failures, rollout
 from grpo_jax.rollouts.rollout import AttemptLimits, collect_sync
 from grpo_jax.rollouts.turn_sampling import request_seed
@@ -367,7 +367,7 @@ def test_a_failing_environment_costs_its_attempt_only_and_is_counted(fault, kind
     assert np.isnan(group.rewards).tolist() == [False, True, False]
     assert group.rollouts[1].text == "1" and group.rollouts[1].reward_components == {}
   assert failures.error_counts(groups) == {f"rollout/errors/{kind}": 2.0}
-  assert metrics.rollout_metrics(groups)["rollout/failed_share"] == pytest.approx(1 / 3)
+  assert scored_groups.rollout_metrics(groups)["rollout/failed_share"] == pytest.approx(1 / 3)
 
 
 def test_a_factory_that_raises_costs_its_attempts_only():

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from grpo_jax import metrics
+from grpo_jax.metrics import scored_groups
 from grpo_jax.run_folder import console
 from grpo_jax.run_folder.options import LoggingOptions
 from grpo_jax.run_folder.sinks.base import Opening, Sink, StepRollouts
@@ -48,7 +49,7 @@ class _Console(Sink):
     for line in console.failure_lines(groups):
       self._screen.print(line)
     if groups and self._every and rollouts.step % self._every == 0:
-      chosen = next((i for i, group in enumerate(groups) if metrics.has_signal(group)), 0)
+      chosen = next((i for i, group in enumerate(groups) if scored_groups.has_signal(group)), 0)
       if groups[chosen].rollouts:
         self._screen.sample(rollouts.step, groups[chosen], rollouts.advantages[chosen])
 
