@@ -10,7 +10,7 @@ from grpo_kernels.attention import Attention
 from ml_collections import ConfigDict
 
 from grpo_jax import data
-from grpo_jax.building import computation, kept_programs, policy_model, stored, stored_engine
+from grpo_jax.building import kept_programs, policy_model, stored, stored_engine, weights_spec
 from grpo_jax.config import configuration, device_options, lora_options, run_options
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.config.options import Config
@@ -84,7 +84,7 @@ class Sampler:
     if found.adapter is None:
       return self.load(None, before=False).params
     self._loaded = None  # never two sets of weights in memory.
-    shardings = computation.shardings_of(found.config, device_options.trainer_mesh(self._config))
+    shardings = weights_spec.shardings_of(found.config, device_options.trainer_mesh(self._config))
     return parameter_reading.read_params(found.tensors, found.config, sharding=lambda _: shardings)
 
   def sample(

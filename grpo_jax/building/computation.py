@@ -18,6 +18,7 @@ from grpo_kernels.truncation import Truncation
 from jax.sharding import Mesh
 
 from grpo_jax.batching import layout, packing
+from grpo_jax.building import weights_spec
 from grpo_jax.compilation import precision
 from grpo_jax.compilation.programs import CompileJob, Program
 from grpo_jax.config import (
@@ -43,7 +44,7 @@ from grpo_jax.learn import (
   token_scores,
   train_step,
 )
-from grpo_jax.models import export, leaves, parameter_reading, transformer
+from grpo_jax.models import export
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 from grpo_jax.processes import arrays
@@ -65,24 +66,6 @@ class Teacher:
 
   weights: Any
   score: Program
-
-
-@dataclasses.dataclass(frozen=True)
-class WeightsSpec:
-  """How the weights of the model are read.
-
-  Attributes:
-    described: Shapes, dtypes and shardings of the weights.
-    dtype: Their dtypes; see `parameter_reading.Dtypes`.
-  """
-
-  described: Any
-  dtype: Any
-
-  @property
-  def shardings(self) -> Any:
-    """Shardings of the weights."""
-    return policy.shardings_of(self.described)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +101,7 @@ class Computation:
   config: Config
   model: ModelConfig
   mesh: Mesh
-  read: WeightsSpec
+  read: weights_spec.WeightsSpec
   composition: policy.Composition | None
   tx: optax.GradientTransformation
   objective: objectives.Objective
@@ -328,7 +311,10 @@ def make(
   matmul_precision = precision.resolve(config.model.matmul_precision, config.model.compute_dtype)
   adapter = lora_options.load(config)
   dtype = np.float32 if adapter is None else adapters.read_dtypes(adapter)
-  read = WeightsSpec(described_weights(model, shardings_of(model, mesh), dtype=dtype), dtype)
+  read = weights_spec.WeightsSpec(
+    weights_spec.described_weights(model, weights_spec.shardings_of(model, mesh), dtype=dtype),
+    dtype,
+  )
   composition = None
   if adapter is not None:
     composition = adapters.composition(model, mesh, adapter, seed=config.seed)
@@ -412,8 +398,10 @@ def make_teacher(config: Config, model: ModelConfig, mesh: Mesh) -> Teacher:
     partition=sharding.head_partition(mesh),
   )
   exact = precision.resolve(config.model.matmul_precision, config.model.compute_dtype)
-  weights = described_weights(
-    model, shardings_of(model, mesh), dtype=config.teacher.dtype or config.model.compute_dtype
+  weights = weights_spec.described_weights(
+    model,
+    weights_spec.shardings_of(model, mesh),
+    dtype=config.teacher.dtype or config.model.compute_dtype,
   )
   score = scoring.make_scorer(logprobs, mesh=mesh, matmul_precision=exact, name="teacher")
   return Teacher(weights, score)
@@ -491,18 +479,3 @@ def widths_of(config: Config) -> Sequence[int]:
 def room_of(config: Config) -> tuple[int, int]:
   """Returns the number of groups of a step and of places in a group; see `credit`."""
   return config.rollout.prompts_per_step, widths_of(config)[0]
-
-
-def shardings_of(model: ModelConfig, mesh: Mesh) -> Any:
-  """Returns the sharding of each parameter."""
-  axes = transformer.logical_axes(model)
-  return sharding.param_shardings(axes, mesh, shapes=leaves.tree(model))
-
-
-def described_weights(model: ModelConfig, shardings: Any, *, dtype: Any = np.float32) -> Any:
-  """Returns shapes, dtypes and shardings of all weights of a model."""
-
-  def described(leaf: leaves.Leaf, sharding: Any) -> Any:
-    return parameter_reading.described(leaf, sharding, dtype)
-
-  return jax.tree.map(described, leaves.tree(model), shardings)

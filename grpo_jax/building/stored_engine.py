@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from grpo_jax import data
-from grpo_jax.building import checks, computation, kept_programs, online, policy_model, stored
+from grpo_jax.building import checks, kept_programs, online, policy_model, stored, weights_spec
 from grpo_jax.compilation import compiling
 from grpo_jax.config import device_options
 from grpo_jax.config.options import Config
@@ -56,8 +56,8 @@ def open_weights(
 def described(weights: stored.StoredWeights, mesh: Mesh) -> Any:
   """Returns shapes, dtypes and shardings of stored weights, as engines take them."""
   model, adapter = weights.config, weights.adapter
-  shardings = computation.shardings_of(model, mesh)
-  base = computation.described_weights(model, shardings, dtype=weights.dtypes)
+  shardings = weights_spec.shardings_of(model, mesh)
+  base = weights_spec.described_weights(model, shardings, dtype=weights.dtypes)
   if adapter is None:
     return base
   composition = adapters.composition(model, mesh, adapter.options, seed=0)

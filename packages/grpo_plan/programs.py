@@ -15,7 +15,7 @@ import numpy as np
 from grpo_kernels.attention import Attention
 from jax.sharding import Mesh
 
-from grpo_jax.building import computation
+from grpo_jax.building import computation, weights_spec
 from grpo_jax.compilation.programs import CompileJob
 from grpo_jax.config import ahead_options, lora_options, modes, run_options
 from grpo_jax.config.options import Config
@@ -227,9 +227,9 @@ def base_bytes(run: PlannedRun, dtype: str) -> int | None:
     dtype: One of `lora.BASE_DTYPES`.
   """
   dtypes = adapters.read_dtypes(lora.Options(rank=1, base_dtype=dtype))
-  placed = computation.shardings_of(run.model, run.mesh)
+  placed = weights_spec.shardings_of(run.model, run.mesh)
   try:
-    return bytes_of_device(computation.described_weights(run.model, placed, dtype=dtypes))
+    return bytes_of_device(weights_spec.described_weights(run.model, placed, dtype=dtypes))
   except ModelError:  # nf4 has blocks of inputs.
     return None
 

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax import processes
-from grpo_jax.building import computation
+from grpo_jax.building import weights_spec
 from grpo_jax.files import manifest, remote
 from grpo_jax.learn import sharding
 from grpo_jax.models import export
@@ -352,7 +352,7 @@ def exports(folder, mesh):
     (folder / "alone").mkdir()
     tensors = export.to_write(own, config)
     export.write_files(tensors, config, folder / "alone", source=None, max_shard_bytes=8000)
-  params = jax.tree.map(put, own, computation.shardings_of(config, mesh))
+  params = jax.tree.map(put, own, weights_spec.shardings_of(config, mesh))
   jobs = export.jobs(params, config)
   for job in jobs:
     job()

@@ -19,7 +19,7 @@ import numpy as np
 import configs.base
 from grpo_jax import batching, engines, processes
 from grpo_jax.batching import packing
-from grpo_jax.building import computation, distillation_teacher
+from grpo_jax.building import distillation_teacher, weights_spec
 from grpo_jax.config.configuration import typed
 from grpo_jax.engines import base, probe
 from grpo_jax.learn import sharding
@@ -39,7 +39,7 @@ def spread(seed):
   """Returns weights that are spread over both processes."""
   mesh = sharding.make_mesh(data=1, fsdp=2, tensor=2)
   put = lambda x, of: jax.make_array_from_callback(x.shape, of, lambda i: np.asarray(x)[i])
-  return jax.tree.map(put, tiny.params(CONFIG, seed), computation.shardings_of(CONFIG, mesh))
+  return jax.tree.map(put, tiny.params(CONFIG, seed), weights_spec.shardings_of(CONFIG, mesh))
 
 
 @jax.jit
