@@ -34,7 +34,7 @@ test: venv  ## Run the tests (no accelerator, no network); CHANGED=1: those of w
 	fi; \
 	set -x; GRPO_JAX_NOTEBOOK_FAST=1 $(BIN)/python -m pytest -q --nbmake $(PARALLEL) -m "$(if $(ARGS),,not long and )not slow and not sglang and not processes" $$tests $(ARGS)
 
-test-long: venv  ## Run the tests that take more than some seconds each, and the notebooks in their fast form.
+test-long: venv  ## Run the tests that take more than a second each, and the notebooks in their fast form.
 	GRPO_JAX_NOTEBOOK_FAST=1 $(BIN)/python -m pytest -q --nbmake $(PARALLEL) -m "$(if $(filter notebooks%,$(ARGS)),,long and )not slow and not sglang and not processes" $(call files_of,long) $(if $(filter tests/% notebooks%,$(ARGS)),,notebooks) $(ARGS)
 
 test-slow: venv  ## Run the tests on real components: the real model, killed processes.

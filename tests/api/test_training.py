@@ -19,7 +19,7 @@ from grpo_jax.configuration import ConfigError
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.run_folder import folder_lock
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_device")]
 
 ROWS = [{"problem": f"{i} + {i}", "expected_answer": str(2 * i)} for i in range(8)]
 HELD_OUT = [{"problem": f"{i} + {i}", "expected_answer": str(2 * i)} for i in (8, 9)]
@@ -87,6 +87,7 @@ def test_a_call_trains_and_returns_the_run(finished):
   assert "def letters" in (run.workdir / rewards.SOURCE).read_text()
 
 
+@pytest.mark.long
 def test_metrics_and_rollouts_are_data_frames(finished):
   run, _ = finished
   table = run.metrics()
@@ -139,6 +140,7 @@ def test_samples_of_before_and_after_training(finished):
       run.sample(asked)
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_evaluated_on_the_held_out_rows(finished):
   run, _ = finished
   result = run.evaluate(step=2, samples=1)
@@ -230,6 +232,7 @@ def test_a_folder_belongs_to_one_call_at_a_time(call, tmp_path):
       call(tmp_path / "run")
 
 
+@pytest.mark.long
 def test_a_run_trains_inside_of_a_running_event_loop(finished, call, tmp_path):
   async def cell():
     return call(tmp_path / "run", overrides={"total_steps": 1, "evaluation.at_start": False})
@@ -309,6 +312,7 @@ def test_rows_bring_nothing_of_the_data_of_any_config_along(tmp_path):
   assert held_out["system_prompt"] is None
 
 
+@pytest.mark.long
 def test_what_the_caller_names_holds_for_the_rows(tmp_path, noticed):
   text = "Say one word."
   named = chosen("quickstart", tmp_path, **{"data.system_prompt": text})

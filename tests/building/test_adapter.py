@@ -135,6 +135,7 @@ def test_the_log_says_that_a_run_begins_apart_from_its_reference(model, stored, 
   assert line.endswith("(all/kl_to_initial, and the KL of the loss)")
 
 
+@pytest.mark.long
 def test_a_new_adapter_changes_nothing_and_depends_on_the_seed_alone(model):
   config = config_of(model, rank=2)
   made = made_of(config, model, devices=4)
@@ -162,6 +163,7 @@ def test_ranks_that_the_kernels_do_not_have(model, caplog):
   adapter.check(typed(config_of(model)), facts)
 
 
+@pytest.mark.long
 def test_an_adapter_of_another_model_is_refused(stored, tmp_path):
   other = tiny.write(tmp_path / "wider", hidden_size=64)
   config = run_options.resolved(config_of(other, path=str(stored[0])))

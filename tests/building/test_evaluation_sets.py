@@ -94,6 +94,7 @@ def test_shared_prompts_are_counted_in_a_warning(tmp_path, noticed, caplog):
   assert line.startswith("no evaluation of some sets: the rows of 'old' are those of the tr")
 
 
+@pytest.mark.long
 def test_what_a_task_draws_again_is_a_notice_unless_it_is_much(noticed, caplog):
   """The quickstart: 18 of its 100 evaluation prompts are among the 112 that it trains on."""
   config = configuration.load("quickstart")

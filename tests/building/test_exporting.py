@@ -171,6 +171,7 @@ def test_memory_is_that_of_a_few_tensors(tmp_path):
   assert all(tensors.read(name).all() for name in tensors.shapes)
 
 
+@pytest.mark.long
 def test_no_device_is_touched(run, tmp_path):
   """A process that exports starts no platform: the accelerator may belong to the run."""
   code = (

@@ -68,6 +68,7 @@ def test_an_export_is_the_one_that_training_would_have_written(run, tmp_path):
   )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("base_dtype", ["bfloat16", "int8", "nf4"])
 def test_a_base_is_rounded_as_it_was_in_training(tmp_path, base_dtype):
   """The export is float32 for all, so the adapter is not rounded away."""
@@ -214,6 +215,7 @@ def test_an_adapter_brings_the_chat_template_that_it_was_trained_with(tmp_path):
     assert made.apply_chat_template(chat, tools=[{}], tokenize=False) == "!a"
 
 
+@pytest.mark.long
 def test_evaluations_and_samples_are_of_the_adapter(tmp_path, one_device):
   """The checkpoint, its export and the object of the run answer alike; the base does not."""
   row = {"problem": "2 + 2 =", "expected_answer": "4"}

@@ -110,6 +110,7 @@ def fault(read, run):
   return ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", READERS)
 def test_reading_fails_with_a_message(run, name):
   file, draw = run / name, random.Random(3)

@@ -129,6 +129,7 @@ def test_failures_while_running_are_distinguished_from_wrong_use(monkeypatch, ca
   assert fails(KeyboardInterrupt()) == cli.INTERRUPTED
 
 
+@pytest.mark.long
 def test_names_and_mistakes_are_answered_without_jax():
   code = (
     "import sys\nfrom grpo_jax.commands import cli\n"

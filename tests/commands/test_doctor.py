@@ -80,6 +80,7 @@ def test_jax_that_does_not_work_is_fatal(healthy, facts, text, capsys):
   assert printed.endswith("Training cannot run here: devices.")
 
 
+@pytest.mark.long
 def test_the_probe_is_bounded_in_time_and_what_it_said_is_kept(monkeypatch):
   slow = 'import time; print(\'{"platform": "cpu"}\', flush=True); time.sleep(60)'
   monkeypatch.setattr(jax_probe, "CODE", slow)
@@ -275,6 +276,7 @@ def test_lines_fit_the_terminal_and_commands_stay_whole(monkeypatch):
   assert repair.strip() == "→ " + long.repair.strip() or repair.strip().startswith("→ a command")
 
 
+@pytest.mark.long
 def test_the_verdict_of_this_machine_agrees_with_its_exit_code(tmp_path):
   """Runs the real command once."""
   code = "import sys; from grpo_jax.commands import cli; sys.exit(cli.run(sys.argv[1:]))"

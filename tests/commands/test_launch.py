@@ -38,6 +38,7 @@ def training(tmp_path, monkeypatch):
   monkeypatch.setattr(launch, "LEAVE_S", 1.0)
 
 
+@pytest.mark.long
 def test_the_exit_code_is_that_of_the_first_failure_and_nothing_is_left(training):
   assert launch.main(["--processes=2", "--"]) == 0
   for argument, code in (("--dies", 3), ("--killed", 137), ("--signal", 143)):

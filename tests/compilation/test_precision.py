@@ -145,6 +145,7 @@ ROUNDED = {"update": 11, "scorer": 5, "watcher": 5, "prefill": 3, "decode": 4, "
 
 
 # The precision is that of one scope, whatever its name: each name is tried once.
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("dtype", "name", "one_sweep"),
   [
@@ -225,6 +226,7 @@ def test_results_in_bfloat16_of_float32_products_are_refused_before_the_run():
   assert "must be one of" in reported
 
 
+@pytest.mark.long
 def test_the_samplers_worker_thread_computes_in_the_precision_of_the_run(monkeypatch):
   """JAX keeps the precision of a context for each thread by itself."""
   seen = {}

@@ -276,6 +276,7 @@ def test_a_loaded_config_still_is_a_config(loaded):
   assert config.mine == 1 and "mine" in repr(config)
 
 
+@pytest.mark.long
 def test_an_unknown_field_is_named_with_the_line_that_sets_it(tmp_path):
   text = (
     "from grpo_jax.config import base\n\n\ndef get_config():\n  config = base.get_config()\n"

@@ -146,6 +146,7 @@ def centred(rewards) -> np.ndarray:
   return (groups - groups.mean(axis=1, keepdims=True)).ravel()
 
 
+@pytest.mark.long
 def test_the_plain_run_is_worth_comparing_with(run):
   plain = run()
   assert 0.1 <= plain.is_cut().mean() < 0.9
@@ -187,6 +188,7 @@ SHAPINGS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SHAPINGS)
 def test_shaping_changes_the_advantages_and_leaves_the_recorded_reward(name, run):
   expect, options = SHAPINGS[name]
@@ -272,6 +274,7 @@ ESTIMATORS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "name", ["remax", *(pytest.param(x, marks=pytest.mark.slow) for x in ESTIMATORS if x != "remax")]
 )
@@ -290,17 +293,20 @@ def test_estimators_compute_advantages_of_the_groups_of_a_run(name, run):
     assert changed.metrics["rollout/greedy_reward_mean"] == pytest.approx(greedy.mean())
 
 
+@pytest.mark.long
 def test_the_reward_of_greedy_attempts_is_shaped_like_the_others(run):
   plain = run(advantages__estimator="remax")
   changed = run(advantages__estimator="remax", shaping__scale_from=(0, 1), shaping__scale_to=(0, 3))
   np.testing.assert_allclose(changed.column("advantage"), 3 * plain.column("advantage"), atol=1e-5)
 
 
+@pytest.mark.long
 def test_the_reward_is_that_of_the_function_named(run):
   plain, other = run(), run("constant")
   assert set(other.column("reward")) == {1.0} != set(plain.column("reward"))
 
 
+@pytest.mark.long
 def test_dynamic_sampling_replaces_groups_without_signal(run):
   plain = run("vowels_of_some")
   changed = run("vowels_of_some", dynamic_sampling__enabled=True)
@@ -313,6 +319,7 @@ def test_dynamic_sampling_replaces_groups_without_signal(run):
   assert changed.metrics["batch/loss_tokens"] == changed.tokens().sum()
 
 
+@pytest.mark.long
 def test_dynamic_sampling_looks_at_rewards_before_they_are_shaped(run):
   """A constant reward with an overlong penalty has signal, but not to dynamic sampling."""
   options = {"dynamic_sampling__enabled": True, "dynamic_sampling__on_limit": "train"}
@@ -343,6 +350,7 @@ def test_filtered_groups_are_not_learned_from(name, run):
   assert changed.is_learned().sum() == 8 * (4 - dropped)
 
 
+@pytest.mark.long
 def test_groups_with_too_few_scored_completions_are_left_out(run):
   plain = run("broken_for_some", rollout__max_error_share=1.0)
   changed = run("broken_for_some", rollout__max_error_share=1.0, filters__min_scored=6)
@@ -352,6 +360,7 @@ def test_groups_with_too_few_scored_completions_are_left_out(run):
   np.testing.assert_array_equal(changed.is_learned().reshape(-1, 8).any(axis=1), scored >= 6)
 
 
+@pytest.mark.long
 def test_a_round_of_dynamic_sampling_draws_the_configured_number_of_prompts(run):
   changed = run(
     "vowels_of_some", dynamic_sampling__enabled=True, dynamic_sampling__prompts_per_round=9
@@ -360,6 +369,7 @@ def test_a_round_of_dynamic_sampling_draws_the_configured_number_of_prompts(run)
   assert changed.metrics["dynamic_sampling/surplus"] == 2.0
 
 
+@pytest.mark.long
 def test_overlong_filtering_leaves_truncated_completions_in_the_baseline_only(run):
   plain, changed = run(), run(batching__drop_truncated=True)
   np.testing.assert_array_equal(changed.is_learned(), ~plain.is_cut())
@@ -367,6 +377,7 @@ def test_overlong_filtering_leaves_truncated_completions_in_the_baseline_only(ru
   assert changed.metrics["batch/left_out/truncated"] == plain.is_cut().sum()
 
 
+@pytest.mark.long
 def test_advantages_are_clipped(run):
   plain, changed = run(), run(advantages__clip_low=-0.02, advantages__clip_high=0.03)
   expected = np.clip(plain.column("advantage"), -0.02, 0.03)
@@ -377,6 +388,7 @@ def test_advantages_are_clipped(run):
   assert np.abs(plain.column("advantage")).max() > 0.1
 
 
+@pytest.mark.long
 def test_a_reward_that_takes_too_long_costs_its_completion_only(run):
   options = {"rollout__environment_timeout_s": 0.4, "rollout__max_error_share": 1.0}
   options["rollout__environment_concurrency"] = 32

@@ -150,6 +150,7 @@ def test_a_section_is_read_and_written_and_knows_its_options():
     options.require(Part(size=0), of="part")
 
 
+@pytest.mark.long
 def test_the_typed_config_is_written_as_the_config_of_a_file():
   for path in SHIPPED:
     config = configuration.load(str(path))
@@ -176,6 +177,7 @@ def test_what_is_right_is_not_refused():
       assert list(field_checks.problems({name: value})) == [], (name, value)
 
 
+@pytest.mark.long
 def test_no_shipped_config_is_refused():
   for path in SHIPPED:
     fields = configuration.plain_fields(configuration.load(str(path)))

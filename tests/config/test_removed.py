@@ -10,6 +10,7 @@ from grpo_jax.config import command_line, removed
 from grpo_jax.config.configuration import ConfigError
 
 
+@pytest.mark.long
 def test_every_way_to_give_a_removed_option_says_what_to_use_instead():
   for name, option in removed.OPTIONS.items():
     said = re.escape(f"there is no field {name!r} any more: {option.instead}")

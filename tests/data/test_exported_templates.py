@@ -72,6 +72,7 @@ def rendered(one, chat, tools):
     return None
 
 
+@pytest.mark.long
 def test_every_template_renders_as_in_the_run(base, tmp_path):
   """With variables, tools and several turns; in transformers, and read by us again."""
   sources = {**small_templates.SMALL, "variables": VARIABLES, **chat_templates.public()}

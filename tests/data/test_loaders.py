@@ -168,6 +168,7 @@ def steps(source, first, last, resume=None):
   return taken
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", [*WAYS, "weights"])
 def test_a_stream_resumed_after_every_step_is_the_unbroken_one(two, way):
   datasets = [{**one, "weight": i + 1} for i, one in enumerate(two)] if way == "weights" else two
@@ -241,6 +242,7 @@ def test_data_that_differ_from_the_state_are_reported(two, caplog):
   assert "the rows of 'digits' are not those that the run began with" in caplog.text
 
 
+@pytest.mark.long
 def test_shares_begin_again_if_weights_differ_from_the_state(two):
   more = [{**two[0], "weight": 1}, {**two[1], "weight": 1}, {**two[1], "weight": 2, "name": "new"}]
   source = stream(more[:2])

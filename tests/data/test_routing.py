@@ -49,6 +49,7 @@ def test_a_row_may_have_stop_strings_of_its_own(read):
     read({"stop_strings": "</a>"})
 
 
+@pytest.mark.long
 def test_one_environment_scores_rows_of_several_tasks_each_by_its_own():
   settings = dict(kind="reasoning_gym", size=2, task_seed=5, environment="gym")
   names = ("letter_counting", "chain_sum")

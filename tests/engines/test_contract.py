@@ -75,6 +75,7 @@ def likely_token(engine, prompt):
   return int(ids[1]), int(np.nonzero(ids == ids[1])[0][0]) + 1
 
 
+@pytest.mark.long
 def test_every_request_is_answered_once_with_aligned_arrays(engine):
   requests = tiny.groups([[1, 2, 3], [4], [5, 6]], 4)
   generations = tiny.run(engine, requests)
@@ -87,6 +88,7 @@ def test_every_request_is_answered_once_with_aligned_arrays(engine):
     assert (generation.logprobs <= 0).all() and np.isfinite(generation.logprobs).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
 def test_logprobs_are_those_of_the_model_at_the_sampling_temperature(made, temperature):
   engine, logprobs = made
@@ -99,6 +101,7 @@ def test_logprobs_are_those_of_the_model_at_the_sampling_temperature(made, tempe
     np.testing.assert_allclose(generation.logprobs, wanted, atol=1e-5)
 
 
+@pytest.mark.long
 def test_temperature_zero_writes_the_most_likely_tokens(made):
   engine, logprobs = made
   generation = tiny.run(engine, [tiny.request("x", [1, 2], temperature=0.0)])["x"]
@@ -106,6 +109,7 @@ def test_temperature_zero_writes_the_most_likely_tokens(made):
   assert generation.token_ids.tolist() == best.tolist()
 
 
+@pytest.mark.long
 def test_same_seed_writes_the_same_completion_and_another_seed_another(engine):
   one, two, other = (tiny.request(i, [1, 2], seed=s) for i, s in enumerate([5, 5, 6]))
   generations = tiny.run(engine, [one, two, other])
@@ -344,6 +348,7 @@ class Numbers(ByteTokenizer):
     return decode([int(i) for i in ids])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "scheduler", [ImmediateScheduler, RoundScheduler], ids=["at_once", "rounds"]
 )

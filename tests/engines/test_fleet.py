@@ -54,6 +54,7 @@ def test_a_server_that_never_answers_stops_the_run_in_time(make):
   assert time.monotonic() - began < 30
 
 
+@pytest.mark.long
 def test_an_address_where_nobody_listens_stops_the_run_and_says_why(make):
   with make(addresses=("http://127.0.0.1:9",), start_timeout_s=1.0) as engine:
     with pytest.raises(FleetError, match=r"not healthy within 1 s \(.*127.0.0.1:9.*Connect"):

@@ -46,6 +46,7 @@ def stats_of(engine, requests):
   return {name: after[name] - before[name] for name in after}, generations
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_logprobs_equal_the_trainers_for_every_family(family):
   model_config = tiny.config(family, num_layers=2)
@@ -79,6 +80,7 @@ def test_logprobs_equal_the_trainers_where_layers_differ():
     np.testing.assert_allclose(generation.logprobs, wanted, atol=2e-5)
 
 
+@pytest.mark.long
 def test_bfloat16_compute_stays_near_float32_and_repeats_itself():
   engine = sampler(compute_dtype=jnp.bfloat16)
   requests = tiny.groups(PROMPTS[:2], 4)
@@ -93,6 +95,7 @@ def test_bfloat16_compute_stays_near_float32_and_repeats_itself():
     assert 0 < difference.max() < 0.15  # eight bits of mantissa; not float32 in disguise.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("product_dtype", [None, "float32"])
 def test_in_bfloat16_sampler_and_trainer_round_at_the_same_places(product_dtype):
   model_config = tiny.config("qwen2")
@@ -116,6 +119,7 @@ def test_in_bfloat16_sampler_and_trainer_round_at_the_same_places(product_dtype)
   assert distance(Products("bfloat16", others)) > 2e-3
 
 
+@pytest.mark.long
 def test_first_tokens_follow_the_models_distribution_by_chi_square():
   engine = sampler(max_rows=256)
   requests = tiny.groups([[1, 2, 3]], 2000, max_tokens=1)
@@ -142,6 +146,7 @@ def test_completions_do_not_depend_on_what_is_computed_beside_them(max_rows):
     assert texts(tiny.run(alone, [request])) == {name: together[name].token_ids.tolist()}
 
 
+@pytest.mark.long
 def test_every_token_is_drawn_with_the_uniform_of_its_seed_and_index():
   engine = sampler()
   tree = tiny.params(CONFIG)
@@ -158,6 +163,7 @@ def test_every_token_is_drawn_with_the_uniform_of_its_seed_and_index():
     assert generation.token_ids.tolist() == wanted.tolist()
 
 
+@pytest.mark.long
 def test_more_requests_than_rows_refill_the_rows_that_finish():
   engine = sampler(max_rows=8, chunk_tokens=4)
   lengths = [4, 8, 12, 40] * 10
@@ -169,6 +175,7 @@ def test_more_requests_than_rows_refill_the_rows_that_finish():
   assert added["sampled_tokens"] == sum(lengths)
 
 
+@pytest.mark.long
 def test_rows_are_compacted_as_completions_finish():
   engine = sampler(max_rows=32, chunk_tokens=64)
   requests = [tiny.request(i, [1, 2], seed=i, max_tokens=4 if i < 26 else 40) for i in range(32)]
@@ -177,6 +184,7 @@ def test_rows_are_compacted_as_completions_finish():
   assert added["row_steps"] == 4 * 32 + 36 * 8
 
 
+@pytest.mark.long
 def test_each_distinct_prompt_is_prefilled_once_for_all_its_completions():
   engine = sampler(max_rows=8)
   requests = tiny.groups(PROMPTS, 20, max_tokens=5)
@@ -204,6 +212,7 @@ def busy_session(sizes, requests, *, group=8):
   return busy, weights
 
 
+@pytest.mark.long
 def test_a_prompt_is_kept_once_for_its_group():
   requests = tiny.groups([[1] * 100, [2] * 20], 8)
   busy, weights = busy_session(scheduling.unplanned(16, is_cpu=True), requests)
@@ -300,6 +309,7 @@ def test_requests_that_were_not_planned_for_grow_the_caches_under_way():
     check_generation(prompt, generations[name])
 
 
+@pytest.mark.long
 def test_prompts_wait_for_room_and_are_all_served():
   sizes = {"prompt_tokens": 129, "completion_tokens": 12, "group_size": 8, "long_prompts": 1}
   engine = sampler(max_rows=8, **sizes)
@@ -336,6 +346,7 @@ def check_generation(prompt, generation):
   np.testing.assert_allclose(generation.logprobs, wanted, atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_second_identical_call_is_bit_identical_and_independent_of_calls_before():
   requests = tiny.groups(PROMPTS, 5, stop_ids=(11,), max_tokens=30)
   fresh = tiny.run(sampler(), requests)
@@ -347,6 +358,7 @@ def test_a_second_identical_call_is_bit_identical_and_independent_of_calls_befor
       np.testing.assert_array_equal(generation.logprobs, fresh[name].logprobs)
 
 
+@pytest.mark.long
 def test_caches_grow_with_the_completions_without_changing_them():
   requests = tiny.groups(PROMPTS[:2], 3, max_tokens=200)
   generations = tiny.run(sampler(), requests)
@@ -358,6 +370,7 @@ def test_caches_grow_with_the_completions_without_changing_them():
     np.testing.assert_allclose(got, tiny.of_tokens(wanted, ids), atol=1e-5)
 
 
+@pytest.mark.long
 def test_weights_loaded_between_chunks_stamp_the_tokens_that_they_sample():
   engine = sampler(version=1, max_rows=8, chunk_tokens=2)
   other = tiny.params(CONFIG, seed=5)
@@ -381,6 +394,7 @@ def test_weights_loaded_between_chunks_stamp_the_tokens_that_they_sample():
   assert texts(tiny.run(engine, request)) == texts(tiny.run(fresh, request))
 
 
+@pytest.mark.long
 def test_embedding_and_head_are_the_trainers_arrays_unless_copies_are_asked_for():
   tree = tiny.params(CONFIG)
   options = sampler_inputs.Options(CONFIG, Products(), 4)
@@ -395,6 +409,7 @@ def test_embedding_and_head_are_the_trainers_arrays_unless_copies_are_asked_for(
   assert texts(tiny.run(engine, [tiny.request("x", [1, 2])])) == wanted
 
 
+@pytest.mark.long
 def test_after_release_no_copy_of_the_weights_is_alive():
   tree = tiny.params(CONFIG)
   engine = sampler(prompt_tokens=16, completion_tokens=16)
@@ -460,6 +475,7 @@ def test_top_p_warns_once_that_another_distribution_is_trained(caplog):
   assert not caplog.text
 
 
+@pytest.mark.long
 def test_truncated_logprobs_are_renormalised_over_the_tokens_kept():
   engine = sampler(report_truncated_logprobs=True, warn_of_truncation=False)
   requests = tiny.groups([[1, 2]], 6, top_k=4)
@@ -480,6 +496,7 @@ def test_rows_with_and_without_filters_share_a_batch_without_touching_each_other
   assert mixed["filtered0"] == mixed["filtered1"]  # top_k = 1 is greedy.
 
 
+@pytest.mark.long
 def test_padding_ids_of_the_vocabulary_are_never_sampled():
   engine = sampler(num_valid_tokens=10)
   generations = tiny.run(engine, tiny.groups([[1, 2]], 8))
@@ -514,6 +531,7 @@ def test_an_error_of_the_decoder_reaches_every_call_in_flight():
   assert len(tiny.run(engine, [tiny.request("good", [1])])) == 1
 
 
+@pytest.mark.long
 def test_cancelling_a_caller_frees_the_rows_for_the_next():
   engine = sampler(max_rows=8, chunk_tokens=2)
 

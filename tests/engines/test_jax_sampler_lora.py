@@ -101,6 +101,7 @@ def test_logprobs_of_an_adapter_apart_are_those_of_the_trainer(unmerged):
     assert mismatch(faulty, found) > 1e-2
 
 
+@pytest.mark.long
 def test_logprobs_of_merged_weights_are_those_of_the_trainer():
   tree = joined(config=ONE_LAYER)
   with sampler(ONE_LAYER, unmerged=False) as engine:
@@ -121,6 +122,7 @@ def test_in_bfloat16_an_adapter_apart_is_closer_to_the_trainer_than_merged_weigh
   assert mismatch(rounded, found, products, ONE_LAYER) > 1e-3  # what an engine would see.
 
 
+@pytest.mark.long
 def test_an_adapter_of_zeros_samples_what_the_base_does(unmerged):
   zeros = lora.join(base_of(), lora.init(jax.random.key(0), CONFIG, OPTIONS), OPTIONS.scale)
   found, wanted = sampled(unmerged, zeros), sampled(unmerged, base_of())
@@ -129,6 +131,7 @@ def test_an_adapter_of_zeros_samples_what_the_base_does(unmerged):
     assert found[name].logprobs.tolist() == generation.logprobs.tolist()
 
 
+@pytest.mark.long
 def test_a_sync_copies_the_adapter_only_and_samples_from_it(unmerged):
   adapters = [adapter_of(seed=seed) for seed in range(3)]
   bytes_of_adapter = sum(x.nbytes for x in jax.tree.leaves(adapters[0]))
@@ -158,6 +161,7 @@ def test_a_sync_copies_the_adapter_only_and_samples_from_it(unmerged):
     assert unmerged._weights is None
 
 
+@pytest.mark.long
 def test_the_update_may_donate_the_adapter(unmerged):
   tree, kept = joined(), joined()
   unmerged.load_weights(tree, version=1)
@@ -169,6 +173,7 @@ def test_the_update_may_donate_the_adapter(unmerged):
   assert mismatch(kept, found) < 1e-5
 
 
+@pytest.mark.long
 def test_a_closed_sampler_holds_nothing_of_a_base():
   engine = sampler()
   engine.load_weights(joined(), version=1)
@@ -220,6 +225,7 @@ def kernels_with(size):
   return {"q": LowRank(base, a, scale * b, 1.0)}
 
 
+@pytest.mark.long
 def test_the_share_that_survives_rounding():
   # Computed with NumPy: W ~ N(0, 0.02²) in bfloat16, Δ of rank 8, 1024².
   for size, wanted in ((1e-4, 0.07), (1e-3, 0.55), (1e-2, 1.0)):
@@ -234,6 +240,7 @@ def test_the_share_that_survives_rounding():
   assert float(lora.merged_share({"q": kernel}, jnp.bfloat16)) == 0.0
 
 
+@pytest.mark.long
 def test_a_sampler_that_merges_in_bfloat16_reports_the_share_and_warns_once(caplog):
   small, large = (joined(base_of(jnp.bfloat16), size=size) for size in (1e-4, 1.0))
   with sampler(compute_dtype=jnp.bfloat16, unmerged=False) as engine:
@@ -263,6 +270,7 @@ def quantized_base(tree, **forms):
   return {**tree, "layers": stack}
 
 
+@pytest.mark.long
 def test_a_quantised_base_is_the_trainers_own(unmerged):
   tree = joined(quantized_base(base_of(), o=quantized.Nf4))
   found = sampled(unmerged, tree)
@@ -275,6 +283,7 @@ def test_a_quantised_base_is_the_trainers_own(unmerged):
   assert {x.ndim for x in jax.tree.leaves(weights.layers)} == {1}  # norms.
 
 
+@pytest.mark.long
 def test_a_quantised_base_is_dequantised_a_layer_at_a_time():
   config = tiny.config(num_layers=3, hidden_size=128, intermediate_size=256)
   tree = quantized_base(tiny.params(config))

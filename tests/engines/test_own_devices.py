@@ -79,12 +79,8 @@ CASES = {
 }
 
 
-QUICK = ("tied", "apart", "nf4")
-
-
-@pytest.mark.parametrize(
-  "name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.long) for x in CASES]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
 def test_on_another_device_everything_is_the_same_bit_for_bit(name, monkeypatch):
   model_config, settings, make = CASES[name]
   monkeypatch.setattr(test_jax_sampler_lora, "ONE_LAYER", ONE_LAYER)
@@ -99,16 +95,8 @@ def test_on_another_device_everything_is_the_same_bit_for_bit(name, monkeypatch)
   assert len({v for x in found.values() for v in x.weight_versions.tolist()}) == 3
 
 
-@pytest.mark.parametrize(
-  "numbers",
-  [
-    (4, 5, 6),
-    (7, 4, 6, 5),
-    pytest.param((6,), marks=pytest.mark.long),
-    pytest.param((4, 5), marks=pytest.mark.long),
-  ],
-  ids=str,
-)
+@pytest.mark.long
+@pytest.mark.parametrize("numbers", [(4, 5, 6), (7, 4, 6, 5), (6,), (4, 5)], ids=str)
 def test_on_devices_of_its_own_it_samples_the_tokens_of_one_device(numbers):
   trees = [tiny.params(CONFIG, seed) for seed in range(3)]
   wanted = sampled(sampler(), trees)
@@ -118,11 +106,8 @@ def test_on_devices_of_its_own_it_samples_the_tokens_of_one_device(numbers):
     np.testing.assert_allclose(found[key].logprobs, generation.logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-  "base",
-  [None, pytest.param(quantized.Int8, marks=pytest.mark.long)],
-  ids=["float32", "int8"],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("base", [None, quantized.Int8], ids=["float32", "int8"])
 def test_an_adapter_spread_over_a_mesh_moves_to_split_devices(base, monkeypatch):
   monkeypatch.setattr(test_jax_sampler_lora, "ONE_LAYER", ONE_LAYER)
   trees = [adapted(seed, base) for seed in range(3)]
@@ -145,6 +130,7 @@ def test_an_adapter_spread_over_a_mesh_moves_to_split_devices(base, monkeypatch)
   assert adapter <= engine.metrics()["perf/sync_bytes"] <= 2 * adapter
 
 
+@pytest.mark.long
 def test_weights_and_caches_are_on_the_samplers_devices_and_split_over_them():
   tree = placed(tiny.params(CONFIG), MESH)
   before = buffers(jax.live_arrays())
@@ -163,6 +149,7 @@ def test_weights_and_caches_are_on_the_samplers_devices_and_split_over_them():
     assert embed.sharding.shard_shape(embed.shape) == (32, 32)
 
 
+@pytest.mark.long
 def test_caches_of_a_single_device_are_made_there():
   with sampler(numbers=(6,)) as engine:
     engine.load_weights(placed(tiny.params(CONFIG)), version=0)
@@ -190,6 +177,7 @@ def test_nothing_is_compiled_after_the_first_load(numbers):
     assert compiled == []
 
 
+@pytest.mark.long
 def test_the_trainer_may_delete_its_weights_as_soon_as_they_are_loaded():
   trees = [tiny.params(CONFIG, seed) for seed in range(3)]
   wanted = sampled(sampler(), trees)
@@ -206,6 +194,7 @@ def test_the_trainer_may_delete_its_weights_as_soon_as_they_are_loaded():
       assert texts(tiny.run(engine, REQUESTS)) == texts(wanted)
 
 
+@pytest.mark.long
 def test_a_layer_at_a_time_leaves_the_trainers_devices():
   deep = tiny.config(vocab_size=64, num_layers=8)
   tree = placed(tiny.params(deep), MESH, deep)

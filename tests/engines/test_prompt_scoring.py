@@ -128,6 +128,7 @@ def test_an_answer_that_is_not_one_logprob_for_each_token_is_named(api, content,
   assert len(server.requests) == 2 and "\n" not in str(error.value)  # it was tried again.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("step", "message", "tries"),
   [

@@ -55,6 +55,7 @@ def test_sample_inverts_the_cumulative_distribution_of_float64(vocabulary, tempe
   np.testing.assert_allclose(logprobs, np.log(p[tokens]), atol=2e-5)
 
 
+@pytest.mark.long
 def test_rows_are_sampled_each_from_its_own_logits_at_its_own_temperature():
   rng = np.random.default_rng(8)
   logits = rng.normal(size=(40, 300)).astype(np.float32) * np.linspace(0.1, 4, 40)[:, None]
@@ -70,6 +71,7 @@ def test_rows_are_sampled_each_from_its_own_logits_at_its_own_temperature():
   np.testing.assert_allclose(np.asarray(logprobs), wanted, atol=2e-5)
 
 
+@pytest.mark.long
 def test_sample_follows_the_distribution_by_chi_square():
   logits = np.random.default_rng(3).normal(size=40).astype(np.float32) * 1.5
   count = 20_000
@@ -95,6 +97,7 @@ def test_uniforms_of_the_indices_of_one_seed_are_uniform_and_differ_between_seed
     assert abs(np.corrcoef(one, other)[0, 1]) < 0.06  # 3.8 standard errors.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("edge", [0.0, float(np.nextafter(np.float32(1), np.float32(0)))])
 def test_sample_never_draws_a_token_of_probability_zero(edge):
   logits = np.full(600, -np.inf, np.float32)
@@ -103,6 +106,7 @@ def test_sample_never_draws_a_token_of_probability_zero(edge):
   assert tokens[0] == (3 if edge == 0 else 511)
 
 
+@pytest.mark.long
 def test_invert_cdf_lands_on_positive_weights_for_every_uniform():
   rng = np.random.default_rng(0)
   weights = rng.random((1, 768)).astype(np.float32) ** 20
@@ -129,6 +133,7 @@ def test_keep_equals_the_plain_definition(top_k, top_p, min_p):
     assert set(np.nonzero(kept[row])[0]) == kept_by_definition(p, top_k, top_p, min_p)
 
 
+@pytest.mark.long
 def test_keep_keeps_all_that_are_as_likely_as_the_last_kept():
   weights = jnp.asarray([[1.0, 0.5, 0.5, 0.5, 0.25]])
   assert np.asarray(sampling.keep(weights, *filters(1, top_k=2))).tolist() == [[1, 1, 1, 1, 0]]
@@ -136,6 +141,7 @@ def test_keep_keeps_all_that_are_as_likely_as_the_last_kept():
   assert np.asarray(sampling.keep(weights, *filters(1, top_p=0.5))).tolist() == [[1, 1, 1, 1, 0]]
 
 
+@pytest.mark.long
 def test_sample_draws_only_kept_tokens_and_all_of_them():
   logits = np.random.default_rng(5).normal(size=300).astype(np.float32)
   uniforms = np.linspace(0, 1, 4000, endpoint=False, dtype=np.float32)
@@ -143,6 +149,7 @@ def test_sample_draws_only_kept_tokens_and_all_of_them():
   assert set(tokens.tolist()) == kept_by_definition(probabilities_of(logits), 20, 0.8, 0.0)
 
 
+@pytest.mark.long
 def test_logprobs_are_of_the_whole_vocabulary_unless_truncated_ones_are_asked_for():
   logits = np.log(np.asarray([0.5, 0.3, 0.15, 0.05], np.float32))
   options = {"filters": filters(1, top_k=2)}
@@ -152,6 +159,7 @@ def test_logprobs_are_of_the_whole_vocabulary_unless_truncated_ones_are_asked_fo
   np.testing.assert_allclose([whole[0], truncated[0]], np.log([0.5, 0.5 / 0.8]), atol=1e-6)
 
 
+@pytest.mark.long
 def test_temperature_zero_takes_the_first_most_likely_token_with_its_logprob_at_temperature_one():
   logits = np.zeros(700, np.float32)
   logits[[400, 650]] = 2.0
@@ -160,6 +168,7 @@ def test_temperature_zero_takes_the_first_most_likely_token_with_its_logprob_at_
   np.testing.assert_allclose(logprobs, np.log(probabilities_of(logits)[400]), atol=1e-5)
 
 
+@pytest.mark.long
 def test_padding_of_the_vocabulary_is_never_sampled_but_stays_in_the_normaliser():
   logits = np.asarray([0.0, 0.0, 1.0, 5.0], np.float32)
   uniforms = np.linspace(0, 1, 100, endpoint=False)
@@ -176,6 +185,7 @@ def test_sample_without_filters_compiles_no_sort_and_no_bisection():
   assert "stablehlo.sort" not in text and "stablehlo.while" not in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_logprobs_are_those_of_the_fused_head_for_the_same_hidden_states(dtype, temperature):

@@ -186,6 +186,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", ["is killed", "forks and is killed", "raises", "os._exit"])
 def test_server_ends_with_the_trainer(tmp_path, end):
   (tmp_path / "scratch").mkdir()

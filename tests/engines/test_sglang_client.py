@@ -105,6 +105,7 @@ def test_the_time_out_is_that_of_the_whole_exchange(script):
   assert time.monotonic() - began < 5.0
 
 
+@pytest.mark.long
 def test_the_time_out_holds_while_an_answer_is_read():
   with serving(raw(b"[" + b"1," * 40_000 + b"1]")) as server:
     with pytest.raises(Unanswered, match="no complete answer within 0.3 s"):

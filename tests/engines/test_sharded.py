@@ -126,6 +126,7 @@ def is_of_rows(shape, model_config):
   return rows > 0 and math.prod(shape) <= rows * max(model_config.intermediate_size, *shape)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", OF_DECODE, ids=lambda shape: "x".join(map(str, shape.values())))
 def test_in_a_decode_step_rows_move_and_neither_weights_nor_caches(shape):
   found, model_config = decode_on(shape)

@@ -125,6 +125,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.long
 def test_what_a_killed_run_left_is_removed_and_what_a_living_one_has_is_not(tmp_path, source):
   root = tmp_path / "root"
   environment = {

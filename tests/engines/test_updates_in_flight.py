@@ -44,6 +44,7 @@ def weights(count, model_config=CONFIG):
   return [tiny.params(model_config, seed) for seed in range(count)]
 
 
+@pytest.mark.long
 def test_every_token_has_the_logprob_of_its_version():
   """200 completions of prompts of one token, of one page and of several; five updates.
 
@@ -71,6 +72,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SETTINGS)
 def test_weights_that_do_not_change_change_no_completion(name):
   requests = requests_of((3, 70, 1), 8, max_tokens=40, **SETTINGS[name])
@@ -89,6 +91,7 @@ def test_weights_that_do_not_change_change_no_completion(name):
   assert len(reasons) > 1 or name != "sampled"
 
 
+@pytest.mark.long
 def test_an_update_reads_each_prompt_once_and_each_sampled_token_once():
   engine = sampler()
   requests = tiny.groups([[1, 2, 3, 4, 5], [6], [7, 7, 7]], 4, max_tokens=30)
@@ -98,6 +101,7 @@ def test_an_update_reads_each_prompt_once_and_each_sampled_token_once():
   assert engine.stats.prefilled_tokens == 4 + 2 and engine.stats.prefilled_prompts == 2
 
 
+@pytest.mark.long
 def test_of_two_updates_between_two_chunks_the_first_samples_nothing():
   requests, trees = tiny.groups([[1, 2], [3]], 4, max_tokens=20), weights(3)
   engine = sampler()
@@ -113,6 +117,7 @@ def test_of_two_updates_between_two_chunks_the_first_samples_nothing():
   assert updates.mismatch(found, wanted) < 1e-5
 
 
+@pytest.mark.long
 def test_new_weights_of_the_same_version_are_seen():
   requests, trees = tiny.groups([[1, 2, 3], [3]], 4, max_tokens=20), weights(2)
   engine = sampler()
@@ -185,6 +190,7 @@ def test_in_bfloat16_a_recomputed_cache_is_as_near_to_the_trainer_as_one_of_thes
 BASES = {"float32": None, "int8": quantized.Int8, "nf4": quantized.Nf4}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("base", BASES)
 def test_an_adapter_that_changes_under_way(base):
   case = test_jax_sampler_lora
@@ -227,6 +233,7 @@ def joined_again(tree):
   return {**tree, "layers": stack}
 
 
+@pytest.mark.long
 def test_a_trainer_may_delete_its_weights_as_soon_as_they_are_loaded():
   requests = requests_of((3, 70), 4, max_tokens=30)
   trees = weights(3)
@@ -248,6 +255,7 @@ def test_a_trainer_may_delete_its_weights_as_soon_as_they_are_loaded():
     assert found[name].logprobs.tolist() == generation.logprobs.tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 1, "fsdp": 8}])
 def test_on_a_mesh_an_update_in_flight_gives_the_tokens_of_one_device(shape):
   model_config = tiny.config(vocab_size=64, num_layers=1)
@@ -273,6 +281,7 @@ SIZES = scheduling.SamplerSizes(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [{"data": 2, "fsdp": 4}, {"data": 1, "fsdp": 4, "tensor": 2}])
 def test_on_a_mesh_the_ring_stays_where_it_is_as_completions_are_read_again(shape):
   wide = {"hidden_size": 80, "intermediate_size": 208, "num_heads": 8, "head_dim": 10}
@@ -339,6 +348,7 @@ def test_an_engine_that_is_closed_during_a_load_stays_closed(monkeypatch):
   assert engine._weights is None
 
 
+@pytest.mark.long
 def test_an_idle_sampler_holds_no_weights_of_before():
   engine = sampler(prompt_tokens=8, completion_tokens=16)
   tiny.run(engine, [tiny.request("x", [1, 2])])

@@ -98,6 +98,7 @@ def test_reward_and_the_one_fault(factories, row, code, reward, fault):
   assert result.metrics["has_code"] == 1.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", [HUMANEVAL, PROGRAM])
 def test_time_out(factories, row):
   start = time.monotonic()
@@ -107,6 +108,7 @@ def test_time_out(factories, row):
   assert time.monotonic() - start < 6
 
 
+@pytest.mark.long
 def test_total_time_of_many_inputs_is_bounded(factories):
   row = {"problem": "x", "tests": [{"input": "", "output": "1"}] * 50}
   code = "import time\ntime.sleep(0.8)\nprint(1)"

@@ -144,6 +144,7 @@ def reward(factory, gold, answer):
   return asyncio.run(attempt()).total
 
 
+@pytest.mark.long
 def test_the_option_decides():
   settings = dict(module="math", workers=1, timeout_s=20.0, sandbox=sandboxes.any_kind())
   loose = dict(settings, must_be_evaluated=False)

@@ -113,6 +113,7 @@ def test_a_function_returns_a_number_or_components_at_once_or_later(name, reward
   assert [r.reward_components for r in group.rollouts] == [parts] * 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["blocks", "sleeps"])
 def test_a_function_has_a_time_out_of_its_own(name):
   group = score(name, timeout_s=0.3)

@@ -86,6 +86,7 @@ PATCH = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("task", ATTACKED)
 def test_nothing_that_a_completion_says_is_run(gym, task, tmp_path):
   _, entry = row(task)
@@ -150,6 +151,7 @@ def test_the_honest_answers_of_all_tasks_score_as_they_do_without_a_sandbox(gym)
   assert not differing
 
 
+@pytest.mark.long
 @leaves_files_open
 def test_the_tasks_that_compute_are_found_in_the_package(monkeypatch):
   """By the code of the scorers; compared with what they call when they score."""
@@ -242,6 +244,7 @@ def test_nothing_is_left_for_the_next_call(hostile):
   assert hostile.submit("found").result() == []
 
 
+@pytest.mark.long
 def test_what_is_not_a_reply_in_time_costs_one_call(hostile):
   for call in ("spin", "stop_the_clock"):
     with pytest.raises(GraderTimeout):
@@ -253,6 +256,7 @@ def test_what_is_not_a_reply_in_time_costs_one_call(hostile):
   assert hostile.submit("found").result() == []
 
 
+@pytest.mark.long
 def test_a_grader_sees_the_packages_that_it_needs_and_no_others(gym):
   submit = gym._pool.submit
   modules = submit("loaded_modules").result()
@@ -260,6 +264,7 @@ def test_a_grader_sees_the_packages_that_it_needs_and_no_others(gym):
   assert not {name.partition(".")[0] for name in modules} & {"jax", "transformers", "grain"}
 
 
+@pytest.mark.long
 def test_under_landlock_the_graders_libraries_load_and_other_packages_are_missing(tmp_path):
   path = tmp_path / "grader.py"
   path.write_text(
@@ -281,6 +286,7 @@ def unsandboxed(monkeypatch):
   monkeypatch.setattr(confinement, "_best", lambda: found)
 
 
+@pytest.mark.long
 def test_without_a_sandbox_tasks_that_compute_are_refused(unsandboxed):
   _, entry = row("countdown")
   refused = r"'countdown' evaluates the text .* no program bwrap .* allow_unsandboxed=True"

@@ -94,6 +94,7 @@ def seconds(reader, pattern, size):
   return spent
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reader", READERS)
 def test_any_text_is_read_in_linear_time(reader):
   small = {str(pattern): seconds(reader, pattern, SMALL) for pattern in TEXTS}

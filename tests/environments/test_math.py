@@ -236,6 +236,7 @@ def impatient():
     yield made["math"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("expression", ENDLESS, ids=[e[:25] for e in ENDLESS])
 def test_a_pathological_expression_costs_no_more_than_its_time_out(impatient, expression):
   easy = lambda: asyncio.run(judge(impatient, prompt(r"\frac12"), r"\boxed{1/2}"))
@@ -251,6 +252,7 @@ def test_a_pathological_expression_costs_no_more_than_its_time_out(impatient, ex
   assert easy().reward == 1.0
 
 
+@pytest.mark.long
 def test_time_outs_are_counted_and_may_be_left_out_of_learning():
   settings = dict(timeout_s=0.5, workers=1, reward_timeout=math.nan, must_be_evaluated=False)
   with environments.make(math=settings) as made:
@@ -260,6 +262,7 @@ def test_time_outs_are_counted_and_may_be_left_out_of_learning():
     assert made.metrics()["env/math/grader_timeouts"] == 1.0
 
 
+@pytest.mark.long
 def test_a_killed_sandbox_is_replaced_and_its_answer_judged_again():
   with environments.make(math=dict(timeout_s=60.0, workers=1)) as made:
     grader = made["math"]
@@ -272,6 +275,7 @@ def test_a_killed_sandbox_is_replaced_and_its_answer_judged_again():
     assert pid not in grader._pool.pids()
 
 
+@pytest.mark.long
 def test_closing_ends_the_workers():
   made = environments.make(math=dict(workers=2))
   for _ in range(3):

@@ -77,6 +77,7 @@ def test_a_row_without_an_answer_is_refused():
     judged(GOOD, "")
 
 
+@pytest.mark.long
 def test_gdpo_distinguishes_completions_whose_sums_are_equal():
   texts = ["<think>a</think>\n<answer>x</answer>", "17", "18", "<think>a</think>"]
   found = [components(text, "18") for text in texts]

@@ -75,6 +75,7 @@ print(pid)
 """
 
 
+@pytest.mark.long
 def test_ctrl_c_in_the_terminal_does_not_reach_the_workers(grader):
   pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
   command = [sys.executable, "-c", CTRL_C, str(grader)]
@@ -135,6 +136,7 @@ def test_a_hang_ends_at_the_time_out(grader, function):
   pool.close()
 
 
+@pytest.mark.long
 def test_waiting_for_a_worker_is_not_counted_as_grading(grader):
   pool = WorkerPool(grader, workers=1, timeout_s=0.7)
   futures = [pool.submit("sleep", 0.2) for _ in range(5)]  # the last one waits for 0.8 s.

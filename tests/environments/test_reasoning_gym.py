@@ -84,6 +84,7 @@ def test_partial_scores_are_the_tasks_own():
     assert judge(made["reasoning_gym"], prompt, text).total == len(answer) / len(text)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "task", ["chain_sum", "countdown", "prime_factorization", "knights_knaves"]
 )
@@ -97,6 +98,7 @@ def test_tasks_with_scorers_of_their_own_judge_in_workers(task):
   assert wrong.metrics["accuracy"] == 0.0 and wrong.total < 0.2
 
 
+@pytest.mark.long
 def test_the_tasks_scorer_decides_what_counts_as_right():
   (prompt,) = tasks("chain_sum", size=1)
   with environments.make(reasoning_gym=dict(workers=1, timeout_s=20.0)) as made:
@@ -104,6 +106,7 @@ def test_the_tasks_scorer_decides_what_counts_as_right():
     assert judge(made["reasoning_gym"], prompt, same).metrics["accuracy"] == 1.0
 
 
+@pytest.mark.long
 def test_format_reward_is_a_component_of_its_own():
   (prompt,) = tasks("chain_sum", size=1)
   with environments.make(reasoning_gym=dict(answer="boxed", format_reward=0.25)) as made:
@@ -111,6 +114,7 @@ def test_format_reward_is_a_component_of_its_own():
   assert result.components == {"score": 0.0, "format": 0.25}
 
 
+@pytest.mark.long
 def test_a_worker_imports_the_package_before_the_time_of_its_first_call_runs():
   (prompt,) = tasks("countdown", size=1)
   with environments.make(gym=dict(module="reasoning_gym", workers=1, timeout_s=20.0)) as made:

@@ -142,6 +142,7 @@ PASSING = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
 def test_a_passing_fault_is_tried_again(fault):
   with serving(fault, fault, GOOD) as server, making(server, **quick(fault)) as made:
@@ -160,6 +161,7 @@ KINDS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "case"), KINDS.items(), ids=KINDS)
 def test_a_lasting_fault_costs_its_attempt_and_is_counted_by_kind(kind, case):
   fault, message, tries = case
@@ -196,6 +198,7 @@ def test_an_endless_answer_is_not_kept_in_memory():
       score(made["reward"], PROMPT, "4")
 
 
+@pytest.mark.long
 def test_all_tries_together_have_their_time():
   settings = {**QUICK, "timeout_s": 0.4, "total_timeout_s": 1.0, "retries": 50}
   with serving(hang) as server, making(server, **settings) as made:
@@ -206,6 +209,7 @@ def test_all_tries_together_have_their_time():
     assert failure.value.kind == "EndpointTimeout" and 2 <= len(server.requests) <= 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("asked", "low", "high"), [("1", 1.0, 15.0), ("60", 0.2, 15.0), ("soon", 0.0, 0.9)]
 )

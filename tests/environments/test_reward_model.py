@@ -43,12 +43,14 @@ def logits_of(folder, prompt, texts, *, chat_template=None, label=0):
   return wanted
 
 
+@pytest.mark.long
 def test_rewards_are_the_logits_of_transformers(factory, folder):
   wanted = logits_of(folder, CHAT, TEXTS)
   np.testing.assert_allclose(scores(factory, CHAT, TEXTS), wanted, rtol=1e-4, atol=1e-5)
   assert np.ptp(wanted) > 0.1
 
 
+@pytest.mark.long
 def test_company_never_changes_a_score_and_only_lengths_are_compiled(factory):
   alone = [score(factory, CHAT, text).total for text in TEXTS]
   before = factory.metrics()

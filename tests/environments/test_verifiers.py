@@ -270,6 +270,7 @@ def impatient():
     yield made["math"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("attack", [*ATTACKS[:4], *SLOW], ids=lambda attack: repr(attack[:24]))
 def test_an_attack_costs_math_verify_no_more_than_its_time_out(impatient, attack):
   easy = lambda: judge(impatient, r"\boxed{2/4}", expected_answer=r"\frac12").total

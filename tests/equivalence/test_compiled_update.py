@@ -44,6 +44,7 @@ def holds_logits(text):
   return any(V in shape and tokens & set(shape) for shape in shapes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss", [{}, {"entropy_coef": 0.1}], ids=["", "entropy"])
 def test_no_buffer_of_tokens_by_vocabulary_is_alive(loss):
   lean, full = compiled("xla_chunked", **loss), compiled("reference", **loss)
@@ -53,6 +54,7 @@ def test_no_buffer_of_tokens_by_vocabulary_is_alive(loss):
   assert saved > 0.5 * ROWS * N * V * 4
 
 
+@pytest.mark.long
 def test_entropy_is_computed_only_where_it_is_asked_for():
   assert (
     compiled("xla_chunked").cost_analysis()["flops"]

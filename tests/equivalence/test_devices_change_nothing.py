@@ -27,6 +27,7 @@ def on_mesh(sizes):
   return case.trained(sharding.make_mesh(data=data, fsdp=fsdp, tensor=tensor))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_mesh_changes_neither_parameters_nor_optimizer_state_nor_metrics(sizes):
   state, metrics = on_mesh(sizes)
@@ -76,6 +77,7 @@ def test_vocabulary_is_split_over_tensor_and_never_gathered(sizes, one_sweep):
     np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_bytes_per_device_fall_with_fsdp_and_tensor(sizes):
   state, _ = on_mesh(sizes)
@@ -89,6 +91,7 @@ def test_bytes_per_device_fall_with_fsdp_and_tensor(sizes):
     assert min(of_device) == max(of_device)
 
 
+@pytest.mark.long
 def test_state_stays_where_it_was_put():
   state, _ = on_mesh((2, 2, 2))
   embed = state.params["embed"]

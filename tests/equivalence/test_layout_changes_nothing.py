@@ -23,6 +23,7 @@ def shared():
 MICROBATCHES = {"shapes": (packing.Shape(1, 32, 32),)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "layout",
   [
@@ -39,6 +40,7 @@ def test_layout_changes_neither_loss_nor_gradients(layout):
   case.assert_same(got, shared())
 
 
+@pytest.mark.long
 def test_microbatches_of_different_shapes_equal_one():
   shapes = (packing.Shape(3, 24, 24), packing.Shape(1, 18, 18))
   mixed = case.gradients(*case.ragged_groups(), shapes=shapes)
@@ -49,6 +51,7 @@ def test_microbatches_of_different_shapes_equal_one():
   case.assert_same(mixed, shared())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("aggregation", ["token_mean", "constant_length"])
 def test_microbatches_and_prefixes_change_nothing_for_other_aggregations(aggregation):
   loss = {"kl_coef": 0.0, "aggregation": aggregation}
@@ -60,6 +63,7 @@ def test_microbatches_and_prefixes_change_nothing_for_other_aggregations(aggrega
   case.assert_same(many, measure())
 
 
+@pytest.mark.long
 def test_order_of_groups_and_rollouts_changes_nothing():
   groups, advantages = case.ragged_groups()
   order = np.random.default_rng(3).permutation(len(groups))
@@ -68,6 +72,7 @@ def test_order_of_groups_and_rollouts_changes_nothing():
   case.assert_same(got, shared())
 
 
+@pytest.mark.long
 def test_leaving_zero_advantages_out_changes_nothing_without_kl_and_entropy():
   groups, advantages = case.ragged_groups()
   advantages[1][:] = 0
@@ -80,6 +85,7 @@ def test_leaving_zero_advantages_out_changes_nothing_without_kl_and_entropy():
   case.assert_same(lean, full)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("remat", "implementation"), [("none", "reference"), ("dots", None)])
 def test_neither_rematerialisation_nor_the_kernel_changes_anything(remat, implementation):
   settings = {"remat": remat, "implementation": implementation}
@@ -102,6 +108,7 @@ def reinforce():
   return jax.jit(jax.grad(total))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_on_policy_gradient_is_that_of_reinforce_on_plain_sequences(aggregation):
   # With πθ = π_old the surrogate's gradient is -Σ A ∇log π / denominator. The
@@ -127,6 +134,7 @@ def test_on_policy_gradient_is_that_of_reinforce_on_plain_sequences(aggregation)
   case.assert_trees_same(got[1], jax.device_get(expected))
 
 
+@pytest.mark.long
 def test_rollouts_left_out_do_not_touch_the_others():
   groups, advantages = case.ragged_groups()
   expected = case.gradients(groups, advantages)
@@ -143,6 +151,7 @@ def test_rollouts_left_out_do_not_touch_the_others():
   case.assert_same(got, expected)
 
 
+@pytest.mark.long
 def test_prompt_weight_scales_what_is_learned_from_it():
   """The loss of 11 tokens of weight 1/2 and 9 of weight 1 is divided by 14.5, and not by 20."""
   rng = np.random.default_rng(4)
@@ -197,6 +206,7 @@ def weighed(groups, *weights):
   return [of(one, weight) for one, weight in zip(groups, weights, strict=True)]
 
 
+@pytest.mark.long
 def test_weighted_completions_are_learned_from_alike_in_any_layout():
   groups, advantages = case.ragged_groups()
   settings = {"loss": {"kl_coef": 0.1, "entropy_coef": 0.05}, "has_layers": False}

@@ -49,6 +49,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LOSSES)
 def test_one_sweep_equals_two_passes(name):
   loss = LOSSES[name]
@@ -65,6 +66,7 @@ def test_one_sweep_equals_two_passes(name):
     np.testing.assert_allclose(value, wanted.value(), rtol=2e-6, atol=1e-6, err_msg=metric)
 
 
+@pytest.mark.long
 def test_microbatches_of_one_sweep_add_up():
   """With the layers of the model."""
   loss = LOSSES["everything"]
@@ -122,6 +124,7 @@ def test_all_configs_but_one_take_one_sweep_as_the_page_on_the_head_says():
   assert two == {"dapo_math"}, "docs/linear_logprobs.md names it"
 
 
+@pytest.mark.long
 def test_scorer_and_one_sweep_give_the_same_logprobs():
   loss = tuple(LOSSES["clipped"].items())
   update = case.updater(case.CONFIG, loss, "full", None, True, has_layers=False)

@@ -113,6 +113,7 @@ def whole(name, epochs=1):
   return moved(name, *case.ragged_groups(), epochs=epochs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["microbatches", pytest.param("rollouts-apart", marks=SLOW)])
 @pytest.mark.parametrize("name", LOSSES)
 def test_layout_changes_neither_choice_nor_update(name, layout):
@@ -124,6 +125,7 @@ def test_layout_changes_neither_choice_nor_update(name, layout):
   assert 0.05 < got[1][share] < 0.7
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["clip_cov", "error_and_entropy"])
 def test_order_of_groups_and_rollouts_changes_nothing(name):
   groups, advantages = case.ragged_groups()
@@ -140,6 +142,7 @@ def test_mesh_changes_nothing(name):
   assert_same(moved(name, *case.ragged_groups(), mesh=mesh, **layout), whole(name))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["clip_cov", pytest.param("top_entropy", marks=SLOW)])
 def test_tokens_are_chosen_again_before_every_optimizer_step(name):
   got = moved(name, *case.ragged_groups(), epochs=3, **LAYOUTS["microbatches"])
@@ -167,6 +170,7 @@ def test_the_choice_is_that_of_all_tokens_of_the_step():
   np.testing.assert_array_equal(found, np.asarray(of_tokens) >= threshold)
 
 
+@pytest.mark.long
 def test_the_choice_sees_the_old_logprobs_that_the_loss_interpolates():
   """Clip-Cov leaves out tokens whose ratio is clipped: it depends on π_old."""
   groups, advantages = case.ragged_groups()
@@ -188,6 +192,7 @@ def test_the_choice_sees_the_old_logprobs_that_the_loss_interpolates():
   assert got.any() and not np.array_equal(got, chosen("scored"))
 
 
+@pytest.mark.long
 def test_completions_with_large_errors_count_in_no_denominator():
   """As if they had never been sampled, but for the baseline of their group."""
   groups, advantages = case.ragged_groups()

@@ -109,12 +109,14 @@ def mismatch(scorer):
   return np.abs(np.where(places >= 0, trained - behavior, 0)).max()
 
 
+@pytest.mark.long
 def test_the_trainers_logprobs_are_those_of_the_sampler():
   truncated, whole = scorers()
   assert mismatch(truncated) < 1e-5
   assert mismatch(whole) > 0.05
 
 
+@pytest.mark.long
 def test_all_completions_are_measured_under_it_and_the_drift_under_the_whole_softmax():
   watch = scoring.make_watcher(functions(TRUNCATION))
   found, scores = watch(case.params(0), sampled_batch())
@@ -125,6 +127,7 @@ def test_all_completions_are_measured_under_it_and_the_drift_under_the_whole_sof
   assert np.abs(scores.logprobs - whole).max() > 0.05
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "layout",
   [

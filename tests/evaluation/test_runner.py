@@ -83,6 +83,7 @@ def test_every_completion_is_kept_as_a_rollout_and_shown(run, tmp_path):
   assert "Accuracy, sums" in page and "67%" in page
 
 
+@pytest.mark.long
 def test_two_models_are_compared_on_the_same_prompts(run, tmp_path):
   done = evaluation.run([f"{run}:1", f"{run}:2"], workdir=tmp_path / "out")
   paired = done.comparisons["sums"]["accuracy"]
@@ -136,6 +137,7 @@ def evaluate_until_ctrl_c(*words):
     return cli.run(["evaluate", *words]), lines
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_the_command_without_a_traceback(run, tmp_path, own_process):
   words = f"--model={run}:1", f"--workdir={tmp_path / 'out'}"
   code, lines = own_process(evaluate_until_ctrl_c, *words)

@@ -94,6 +94,7 @@ FILES = [
 ]
 
 
+@pytest.mark.long
 def test_nothing_else_renames_flushes_locks_or_guesses_names():
   wrong = []
   for path in FILES:

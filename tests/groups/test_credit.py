@@ -33,6 +33,7 @@ def test_advantages_do_not_depend_on_the_weight_of_a_prompt():
     assert shown.tolist() == pytest.approx([0.5, -0.5])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["lite_ppo", "gdpo"])
 def test_a_prompt_of_weight_zero_changes_no_other_where_groups_are_compared(name):
   estimator = estimators.make(estimator=name)

@@ -118,6 +118,7 @@ PASSING = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("handler", "kind", "message"), PASSING.values(), ids=PASSING)
 def test_a_passing_failure_has_its_class_and_is_tried_again(handler, kind, message):
   try_s = SHORT_S if kind is failures.TimedOut else 10.0

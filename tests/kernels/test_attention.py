@@ -37,6 +37,7 @@ def test_suite_knows_every_implementation():
   assert set(conformance.NAMES) == set(package.IMPLEMENTATIONS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", conformance.NAMES)
 @pytest.mark.parametrize(
   ("window", "dtype"), [(None, "float32"), (4, "float32"), (1, "float32"), (4, "bfloat16")]
@@ -55,6 +56,7 @@ def test_a_row_of_padding_gets_zeros_and_no_gradient():
   conformance.check(in_small_blocks("xla_chunked"), row, window=3)
 
 
+@pytest.mark.long
 def test_mask_is_the_rule_and_a_block_of_it_is_a_cut():
   for window in (None, 2, 6):
     settings = {"positions": jnp.asarray(ROW.positions), "window": window}
@@ -71,6 +73,7 @@ def test_a_window_counts_positions_and_not_places():
   assert np.flatnonzero(mask[0, second]).tolist() == [1, 2, 3, 14]
 
 
+@pytest.mark.long
 def test_a_window_may_be_an_array():
   q, k, v, _ = conformance.inputs(ROW)
   ids = [jnp.asarray(x) for x in ROW[:2]]
@@ -101,6 +104,7 @@ def test_blocks_save_memory_in_long_rows():
   assert temporary_bytes(xla_chunked) < 0.45 * temporary_bytes(reference)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", conformance.NAMES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_parts_of_the_keys_join_to_all_keys(name, dtype):

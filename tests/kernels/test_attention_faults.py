@@ -59,6 +59,7 @@ def test_without_a_fault_the_check_passes():
   conformance.check(in_blocks(xla_chunked), ROW, window=6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_is_seen(fault):
   with pytest.raises(AssertionError, match="of"):

@@ -37,6 +37,7 @@ def test_default_fits_the_chip(chip, dtype, width, name):
   assert choice.default(chip, dtype, width)[0] == name
 
 
+@pytest.mark.long
 def test_choice_is_logged_once(caplog):
   implementations.log_once.cache_clear()
   hidden, head, targets = conformance.random_case(2, 8, 31, dtype="float32")

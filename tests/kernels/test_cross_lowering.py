@@ -53,6 +53,7 @@ def logits_in(text, vocabulary):
   return any(f"tensor<{a}x{b}x" in text for a, b in ((TOKENS, vocabulary), (vocabulary, TOKENS)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("platform", list(KERNELS))
 @pytest.mark.parametrize(("which", "model"), PASSES_OF_MODELS)
 def test_kernel_lowers_at_the_sizes_of_real_models(platform, which, model):
@@ -64,6 +65,7 @@ def test_kernel_lowers_at_the_sizes_of_real_models(platform, which, model):
   assert not logits_in(text, vocabulary)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("platform", list(KERNELS))
 def test_kernel_lowers_with_the_other_layout_a_temperature_and_an_odd_vocabulary(platform):
   name, custom_call = KERNELS[platform]

@@ -110,6 +110,7 @@ def run(*arguments, **environment):
   )
 
 
+@pytest.mark.long
 def test_script_measures_prints_and_says_what_could_not_run(tmp_path):
   output = tmp_path / "cpu.json"
   done = run(
@@ -130,6 +131,7 @@ def test_script_measures_prints_and_says_what_could_not_run(tmp_path):
   assert done.stdout.endswith(shown.stdout)
 
 
+@pytest.mark.long
 def test_script_without_a_gpu_says_so(tmp_path):
   done = run("--json", str(tmp_path / "never.json"), JAX_PLATFORMS="cpu")
   assert done.returncode != 0

@@ -6,11 +6,13 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from grpo_kernels.linear_logprobs import reference
 
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "linear_logprobs.md"
 
 
+@pytest.mark.long
 def test_example_runs_and_differentiates():
   (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
   assert len([line for line in code.splitlines() if line.strip()]) <= 12

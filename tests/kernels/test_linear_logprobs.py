@@ -64,6 +64,7 @@ def sizes(name, n, v):
   return n, (64 if name == "mosaic_gpu" else 8), v
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "dtype", "n", "d", "v", "temperature", "layout"), list(cases()))
 def test_values_and_gradients_agree_with_float64(name, dtype, n, d, v, temperature, layout):
   conformance.check(
@@ -71,6 +72,7 @@ def test_values_and_gradients_agree_with_float64(name, dtype, n, d, v, temperatu
   )
 
 
+@pytest.mark.long
 @each
 def test_targets_on_edges_of_tiles_and_targets_that_repeat(name):
   v = 513
@@ -103,6 +105,7 @@ def extreme_logits():
   return hidden, head, np.asarray([700, 5, 128, 640, 3, 3], np.int32)
 
 
+@pytest.mark.long
 @each
 def test_extreme_logits_are_exact(name):
   hidden, head, targets = extreme_logits()
@@ -135,6 +138,7 @@ def test_probabilities_of_all_targets_sum_to_one(name):
   assert (np.asarray(logprobs) <= 0).all()
 
 
+@pytest.mark.long
 @each
 def test_entropy_of_equal_logits_is_log_v_and_its_gradient_nothing(name):
   n, d, v = sizes(name, 2, 389)
@@ -146,6 +150,7 @@ def test_entropy_of_equal_logits_is_log_v_and_its_gradient_nothing(name):
   np.testing.assert_allclose(np.asarray(slope, np.float64), 0.0, atol=1e-4)
 
 
+@pytest.mark.long
 @each
 def test_order_of_the_vocabulary_and_of_tokens_changes_nothing(name):
   n, d, v = sizes(name, 40, 389)
@@ -172,6 +177,7 @@ def test_order_of_the_vocabulary_and_of_tokens_changes_nothing(name):
     assert np.linalg.norm(mine - theirs) <= same * np.linalg.norm(theirs)
 
 
+@pytest.mark.long
 @each
 def test_repetition_is_bitwise_equal(name):
   n, d, v = sizes(name, 40, 389)
@@ -182,6 +188,7 @@ def test_repetition_is_bitwise_equal(name):
   jax.tree.map(np.testing.assert_array_equal, once, again)
 
 
+@pytest.mark.long
 @each
 @pytest.mark.parametrize("n", [0, 1])
 def test_no_token_and_one(name, n):
@@ -200,6 +207,7 @@ def test_no_token_and_one(name, n):
   assert not got.d_head.any()
 
 
+@pytest.mark.long
 @each
 def test_tokens_that_do_not_count_touch_no_other(name):
   # A target outside the vocabulary gives NaN; neither it nor a cotangent of 0 leaves a trace.
@@ -223,6 +231,7 @@ def test_tokens_that_do_not_count_touch_no_other(name):
   conformance.assert_conforms(rest, exact, TOLERANCES[f"gradient {dtype_of(name)}"])
 
 
+@pytest.mark.long
 @each
 def test_without_entropy_logprobs_are_the_same(name):
   n, d, v = sizes(name, 5, 301)
@@ -232,6 +241,7 @@ def test_without_entropy_logprobs_are_the_same(name):
   np.testing.assert_allclose(alone, both[0], rtol=0, atol=2e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "name", conformance.parametrised("xla_chunked", "pallas_tpu", "mosaic_gpu")
 )
@@ -254,6 +264,7 @@ def merged(parts, temperature):
   return core.Statistics(largest, total, moment, sum(x.target for x in parts))
 
 
+@pytest.mark.long
 @each_with_two_passes
 @pytest.mark.parametrize("layout", ["vd", "dv"])
 def test_statistics_of_parts_make_those_of_the_whole(name, layout):
@@ -289,6 +300,7 @@ def test_statistics_of_parts_make_those_of_the_whole(name, layout):
   np.testing.assert_allclose(log_total - whole.moment / whole.total, exact.entropy, atol=5e-5)
 
 
+@pytest.mark.long
 @each_with_two_passes
 @pytest.mark.parametrize("layout", ["vd", "dv"])
 def test_columns_that_are_not_real_have_no_gradient(name, layout):

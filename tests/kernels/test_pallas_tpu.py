@@ -20,6 +20,7 @@ SMALL = pallas_tpu.PallasTpu(tiles=TILES)
 operate = functools.partial(core.entry(SMALL), interpret=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("n", "d", "v", "dtype", "head_layout", "temperature"),
   [
@@ -33,17 +34,20 @@ def test_small_tiles_agree_with_float64(n, d, v, dtype, head_layout, temperature
   conformance.check(operate, n, d, v, dtype=dtype, head_layout=head_layout, temperature=temperature)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("n", "d", "v"), [(2, 8, 1), (3, 8, 2), (4, 130, 1009)])
 def test_chosen_tiles_agree_with_float64(n, d, v):
   chosen = functools.partial(pallas_tpu.linear_logprobs, interpret=True)
   conformance.check(chosen, n, d, v, dtype="float32", temperature=0.7)
 
 
+@pytest.mark.long
 def test_targets_on_the_edges_of_lanes_tiles_and_chunks():
   edges = [0, 127, 128, 255, 256, 511, 512, 640, 767, 768, 777]
   conformance.check(operate, len(edges), 16, 778, dtype="float32", targets=edges)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "logits",
   [
@@ -68,6 +72,7 @@ def test_extreme_logits_lose_nothing(logits):
   conformance.assert_conforms(got, exact, 1e-5, value_scale=scale, cancels=True)
 
 
+@pytest.mark.long
 def test_head_in_another_dtype_is_converted_tile_by_tile():
   hidden, head, targets = conformance.random_case(4, 16, 700, dtype="float32", head_layout="dv")
   hidden = hidden.astype(jnp.bfloat16)
@@ -89,6 +94,7 @@ def both_passes(implementation, settings, hidden, head, targets, columns):
   return found, implementation.gradients(settings, hidden, head, targets, columns, *rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("columns", [600, 512, 130])
 def test_columns_behind_the_limit_have_no_probability_and_no_gradient(columns):
   hidden, head, targets = conformance.random_case(6, 16, 700, dtype="float32")
@@ -108,6 +114,7 @@ def test_columns_behind_the_limit_have_no_probability_and_no_gradient(columns):
   assert not d_head[columns:].any()
 
 
+@pytest.mark.long
 def test_shard_without_columns_is_neutral_and_has_no_nan():
   hidden, head, targets = conformance.random_case(3, 16, 300, dtype="bfloat16")
   settings = Settings(temperature=0.3, with_entropy=True, interpret=True)

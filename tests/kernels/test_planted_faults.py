@@ -78,6 +78,7 @@ TPU_FAULTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", [None, *TPU_FAULTS])
 def test_fault_in_the_tpu_kernels_is_seen(monkeypatch, fault):
   # 1200 columns are two chunks of two tiles, and a ragged tile.

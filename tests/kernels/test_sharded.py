@@ -68,6 +68,7 @@ def case(n, v, *, d=16, head_layout="vd", dtype="float32"):
   return inputs, tuple(jnp.asarray(x.astype(np.float32)) for x in (g, g_entropy))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("sizes", "head_layout", "n", "v"),
   [
@@ -111,6 +112,7 @@ def test_a_part_without_a_token_or_column_gives_no_nan():
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(got))
 
 
+@pytest.mark.long
 def test_bfloat16_is_as_near_to_float64_as_on_one_device():
   (hidden, head, targets), (g, g_entropy) = case(16, 1009, dtype="bfloat16")
   op = over((2, 1, 4))
@@ -123,6 +125,7 @@ def test_bfloat16_is_as_near_to_float64_as_on_one_device():
 
 
 # The interpreter of Hopper kernels simulates one device: the next test does without a mesh.
+@pytest.mark.long
 @pytest.mark.parametrize("name", conformance.parametrised("xla_chunked", "pallas_tpu"))
 def test_every_implementation_runs_inside_a_part(name):
   # 299 columns over two devices: 150 and 149.
@@ -136,6 +139,7 @@ def test_every_implementation_runs_inside_a_part(name):
   assert_equal(got[1], expected[1], 8e-3)  # a bf16 rounding of the gradients themselves.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", conformance.TWO_PASSES)
 def test_parts_of_the_vocabulary_add_up_by_hand(name):
   # What a mesh does, one part after the other: 140 columns, and 139 with one of padding.
@@ -169,6 +173,7 @@ def test_parts_of_the_vocabulary_add_up_by_hand(name):
     assert_equal(mine, np.asarray(wanted).astype(mine.dtype), 8e-3)
 
 
+@pytest.mark.long
 def test_entropy_that_nothing_depends_on_changes_no_gradient():
   inputs, (g, _) = case(16, 301)
   pair = with_gradients(lambda *a: over((2, 2, 2))(*a)[0], *inputs, g)
@@ -178,6 +183,7 @@ def test_entropy_that_nothing_depends_on_changes_no_gradient():
   assert_equal(pair, alone, 0)
 
 
+@pytest.mark.long
 def test_targets_outside_the_vocabulary_give_nan_and_touch_no_other():
   # 301 columns over 8 devices are padded to 304: 302 is a column of padding.
   (hidden, head, targets), _ = case(8, 301)

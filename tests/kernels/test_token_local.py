@@ -75,6 +75,7 @@ def assert_same(got, expected, tolerance):
     np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * size)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("n", "v", "temperature", "head_layout", "chunk", "dtype"),
   [
@@ -133,6 +134,7 @@ def test_live_tokens_are_not_counted_on_a_mesh():
     )
 
 
+@pytest.mark.long
 def test_gradients_are_scaled_by_what_depends_on_the_loss():
   inputs, data, constants = case(21, 301)
   f = one_sweep(clipped, data, constants, token_chunk=8)
@@ -158,6 +160,7 @@ def test_logprobs_and_data_carry_no_gradient():
     assert not np.asarray(gradient).any()
 
 
+@pytest.mark.long
 def test_entropy_without_a_place_in_the_loss_costs_no_gradient():
   inputs, data, constants = case(21, 301)
   of_logprobs = lambda logprobs, _, *rest: clipped(logprobs, None, *rest)
@@ -249,6 +252,7 @@ def test_one_sweep_needs_three_quarters_of_the_operations():
   assert count(one_sweep(clipped, data, constants, token_chunk=7)) == 6 * n * d * v
 
 
+@pytest.mark.long
 def test_no_buffer_of_tokens_by_vocabulary_is_compiled():
   inputs, data, constants = case(77, 1009)
 
@@ -280,6 +284,7 @@ def test_chunks_are_a_small_part_of_the_tokens(tokens, vocabulary, platform):
   assert chunk * vocabulary <= max(token_local.MAX_LOGITS[platform], least * vocabulary)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("sizes", "v"),
   [
@@ -311,6 +316,7 @@ def test_tokens_that_do_not_divide_over_the_mesh_are_refused():
     one_sweep(clipped, data, constants, head_layout="dd")(*inputs)
 
 
+@pytest.mark.long
 def test_same_bits_twice():
   inputs, data, constants = case(40, 301, dtype="bfloat16")
   f = functools.partial(differentiate, one_sweep(clipped, data, constants, token_chunk=16), inputs)

@@ -65,6 +65,7 @@ def scores(hidden, head, targets, t, **options):
   return truncated.linear_logprobs(hidden, head, targets, t, **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FILTERS)
 def test_scores_are_those_of_the_definition_whatever_is_computed_at_once(name):
   hidden, head, targets = inputs()
@@ -114,6 +115,7 @@ def test_gradients_are_those_of_the_softmax_over_a_constant_set(layout):
     np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
+@pytest.mark.long
 def test_filters_that_keep_all_give_the_full_softmax():
   hidden, head, targets = inputs()
   found = scores(hidden, head, targets, Truncation())
@@ -126,12 +128,14 @@ def test_filters_that_keep_all_give_the_full_softmax():
   assert not found.is_outside.any()
 
 
+@pytest.mark.long
 def test_tokens_as_likely_as_the_last_one_are_kept_too():
   head = jnp.asarray([[3.0], [1.0], [1.0], [0.0]])
   found = scores(jnp.ones((3, 1)), head, jnp.asarray([0, 1, 2]), Truncation(top_k=2))
   assert not found.is_outside.any() and found.logprobs[1] == found.logprobs[2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("sizes", "layout"), [((2, 1, 2), "vd"), ((1, 2, 2), "dv")])
 def test_a_mesh_changes_no_score_and_no_gradient(sizes, layout):
   hidden, head, targets = inputs(layout)

@@ -149,6 +149,7 @@ def arrays_made(program: Any) -> list[tuple[tuple[int, ...], str]]:
   return [one for one in named if one[1] not in ("parameter", "get-tuple-element", "bitcast")]
 
 
+@pytest.mark.long
 def test_the_base_is_an_argument_and_is_not_donated():
   text = lowered(OPTIONS).as_text()
   constants = re.findall(r"stablehlo\.constant dense.*tensor<([\dx]+)x[a-z]", text)
@@ -161,6 +162,7 @@ def test_the_base_is_an_argument_and_is_not_donated():
   assert min(donated) > own + len(jax.tree.leaves(made(OPTIONS).weights.frozen))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_no_gradient_of_the_base_is_computed(remat):
   # Products with a weight: forward, (again,) for the input's gradient, for the weight's gradient.
@@ -170,6 +172,7 @@ def test_no_gradient_of_the_base_is_computed(remat):
   assert 2 / 3 - 0.02 < ours / whole < expected + 0.06
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("sizes", "config", "in_one_sweep"),
   [
@@ -200,6 +203,7 @@ def test_no_gradient_of_the_head_exists(sizes, config, in_one_sweep):
 DEEP = dataclasses.replace(CONFIG, num_layers=4, vocab_size=64, intermediate_size=640)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("base_dtype", "remat"),
   # Not bfloat16: XLA for CPUs slices in float32, so it converts a stack of bfloat16 as a whole.
@@ -259,6 +263,7 @@ def test_packed_padded_and_microbatched_gradients_are_equal():
       np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(np.abs(b).max(), 1e-3))
 
 
+@pytest.mark.long
 def test_the_update_changes_the_adapter_only_and_the_base_lives_on():
   update, state, around = begun(FULL_RANK)
   before = jax.tree.map(np.asarray, around.frozen)
@@ -284,6 +289,7 @@ def reached(options, *, steps):
   return float(np.sum(seen[0][0]) / tokens)
 
 
+@pytest.mark.long
 def test_rank_of_the_full_width_reaches_what_full_training_reaches():
   assert reached(FULL_RANK, steps=1) < -5
   whole, ours = (reached(each, steps=40) for each in (None, FULL_RANK))
@@ -291,6 +297,7 @@ def test_rank_of_the_full_width_reaches_what_full_training_reaches():
   assert ours == pytest.approx(whole, abs=0.01)
 
 
+@pytest.mark.long
 def test_the_norm_that_is_clipped_and_what_decays_are_those_of_the_adapter():
   own, rng = random_adapter(), np.random.default_rng(6)
   grads = jax.tree.map(lambda x: jnp.asarray(rng.choice([-1.0, 1.0], x.shape), jnp.float32), own)

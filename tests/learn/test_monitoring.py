@@ -142,6 +142,7 @@ def test_a_step_whose_update_computes_nothing_still_compares_engine_and_trainer(
   assert not [name for name in without_ages if name.startswith("staleness/")]
 
 
+@pytest.mark.long
 def test_a_run_that_begins_with_an_adapter_begins_at_a_distance_from_the_initial_weights():
   begun = a_monitor(fields={"begins_apart": True})(0, POLICY, GROUPS)
   later = a_monitor()(10, POLICY, GROUPS)
@@ -170,6 +171,7 @@ def test_steps_are_due_by_their_options_and_the_last_one_always():
   assert due(all_every=0, kl_every=0) == {}
 
 
+@pytest.mark.long
 def test_the_initial_weights_are_read_when_they_are_needed_and_freed():
   read = []
 

@@ -39,6 +39,7 @@ def multiplied(jaxpr):
   return total
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("remat", "length"), [("full", 200), ("full", 5000), ("dots", 600), ("none", 5000)]
 )

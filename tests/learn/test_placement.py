@@ -265,6 +265,7 @@ def by_kind(found) -> dict[str, float]:
   return total
 
 
+@pytest.mark.long
 @cases
 def test_no_activation_moves_over_the_axes_of_rows(program, config, sizes):
   found = made(program, sizes, config=config).collectives
@@ -272,6 +273,7 @@ def test_no_activation_moves_over_the_axes_of_rows(program, config, sizes):
   assert activations(found, sizes) == []
 
 
+@pytest.mark.long
 @cases
 def test_what_moves_is_what_zero_3_needs(program, config, sizes):
   found = made(program, sizes, config=config).collectives
@@ -280,6 +282,7 @@ def test_what_moves_is_what_zero_3_needs(program, config, sizes):
   assert 0.8 * wanted <= moved <= 1.3 * wanted, (moved, wanted, by_kind(found))
 
 
+@pytest.mark.long
 @cases
 def test_a_device_holds_what_it_would_alone_and_what_is_gathered(program, config, sizes):
   on_mesh = made(program, sizes, config=config).temporary_bytes
@@ -287,6 +290,7 @@ def test_a_device_holds_what_it_would_alone_and_what_is_gathered(program, config
   assert on_mesh <= 1.2 * alone + needs(program, config, sizes).gathered
 
 
+@pytest.mark.long
 @cases
 def test_values_and_gradients_are_those_of_one_device(program, config, sizes):
   rows = ROWS * sizes[0] * sizes[1]
@@ -295,6 +299,7 @@ def test_values_and_gradients_are_those_of_one_device(program, config, sizes):
     np.testing.assert_allclose(a, b, rtol=0, atol=5e-5 * np.abs(b).max())
 
 
+@pytest.mark.long
 def test_in_bfloat16_weights_move_rounded_and_gradients_do_not():
   sizes = MESHES["data 2 x fsdp 4"]
   found = made("update", sizes, dtype="bfloat16").collectives
@@ -309,6 +314,7 @@ def test_in_bfloat16_weights_move_rounded_and_gradients_do_not():
   )
 
 
+@pytest.mark.long
 def test_left_to_the_compiler_activations_would_move():
   sizes = MESHES["fsdp 8"]
   found = made("update", sizes, is_placed=False).collectives
@@ -316,6 +322,7 @@ def test_left_to_the_compiler_activations_would_move():
   assert sum(one.nbytes for one in found) > 1.3 * needs("update", CONFIG, sizes).moved
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("program", "sizes"),
   [

@@ -65,6 +65,7 @@ def begun(composition, **loss):
   return update, train_step.init(trainable, tx), around
 
 
+@pytest.mark.long
 def test_gradients_are_those_of_what_is_trained():
   whole, state, around = begun(None)
   (of_full, _), *_ = whole.gradients(around.weights(state.params), minibatches()[0])
@@ -82,6 +83,7 @@ def test_gradients_are_those_of_what_is_trained():
   np.testing.assert_allclose(twice[0]["b"], 2 * expected, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_steps_move_the_full_weights_and_leave_the_base():
   update, state, around = begun(DIFFERENCE)
   first, before = minibatches(), around.full(state.params)

@@ -102,6 +102,7 @@ def test_one_step_is_the_closed_form():
   assert int(state.step) == 1
 
 
+@pytest.mark.long
 def test_epochs_and_minibatches_use_old_logprobs_scored_once():
   # Two groups are two minibatches, two epochs are four optimizer steps. The oracle
   # keeps log π_old fixed at the uniform policy: with a ratio, and clipped.
@@ -141,6 +142,7 @@ def test_epochs_and_minibatches_use_old_logprobs_scored_once():
   assert int(state.step) == 1
 
 
+@pytest.mark.long
 def test_update_returns_the_logprobs_of_the_first_epoch():
   minibatches = assembled(groups([[2, 3], [4]], [[4, 4], [5]]), minibatches=2)
   update, state = trainer(epochs=2, rate=2.0, loss={"loss": "reinforce"})
@@ -196,6 +198,7 @@ def test_step_with_non_finite_gradients_changes_nothing_and_is_counted():
   assert int(optim.steps_done(state.opt_state)) == 2
 
 
+@pytest.mark.long
 def test_one_bad_minibatch_of_two_is_skipped_alone():
   minibatches = assembled(groups([[2, 3], [4]], [[4, 4], [5]]), minibatches=2)
   score = scoring.make_scorer(logprobs)
@@ -265,6 +268,7 @@ def test_one_more_microbatch_compiles_nothing_again():
   )
 
 
+@pytest.mark.long
 def test_metrics_of_microbatches_are_those_of_the_whole():
   made = groups([[2, 3], [4]], [[4, 4, 1], [5]])
   whole, parts = trainer(report_entropy=True), trainer(report_entropy=True)

@@ -64,6 +64,7 @@ def calls(path):
         yield node
 
 
+@pytest.mark.long
 def test_nobody_computes_hidden_states_without_the_choice():
   found = [(path, call) for path in [*FILES, *SATELLITES] for call in calls(path)]
   assert len(found) >= 3

@@ -112,6 +112,7 @@ def test_the_pooled_token_is_the_last_before_the_padding(tokens, pad, place):
   assert classifier.pooled_place(np.asarray(tokens, np.int32), pad) == place
 
 
+@pytest.mark.long
 def test_width_and_company_do_not_change_a_score(tmp_path):
   loaded = loading.load_classifier(shipped.write_reward_model(tmp_path / "tiny", family="qwen3"))
   rows = sequences()
@@ -121,6 +122,7 @@ def test_width_and_company_do_not_change_a_score(tmp_path):
   np.testing.assert_array_equal(our_scores(loaded, rows[::-1])[::-1], our_scores(loaded, rows))
 
 
+@pytest.mark.long
 def test_bfloat16_scores_are_near(tmp_path):
   folder = shipped.write_reward_model(tmp_path / "tiny")
   exact = our_scores(loading.load_classifier(folder), sequences())
@@ -131,6 +133,7 @@ def test_bfloat16_scores_are_near(tmp_path):
   )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_the_shipped_tiny_reward_model_is_one_of_transformers(family, tmp_path):
   folder = shipped.write_reward_model(tmp_path / "tiny", family=family, hidden_size=16)

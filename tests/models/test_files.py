@@ -80,6 +80,7 @@ def test_transformers_computes_the_same_from_an_exported_folder(case, tmp_path):
   assert tiny.relative_error(got, tiny.hf_logits(model.eval(), tokens)) < 1e-5
 
 
+@pytest.mark.long
 def test_transformers_loads_an_exported_checkpoint(tmp_path):
   run = stored_runs.write(tmp_path / "run", {3: None})
   exporting.run(f"{run}:3", tmp_path / "out", max_shard_gb=2e-5)
@@ -146,6 +147,7 @@ def test_every_dtype_of_config_json_is_that_of_the_export(tmp_path):
         assert str(config.dtype) == f"torch.{dtype}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", tiny.CLASSES)
 def test_transformers_loads_small_models_of_every_family(family, tmp_path):
   """The defaults for token ids may be beyond the vocabulary: 128004 for the padding of SmolLM3.
@@ -351,6 +353,7 @@ print(peak() - before, sum(x.nbytes for x in jax.tree.leaves(loaded.params)))
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="reads VmHWM of Linux")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loading_never_holds_two_copies_of_the_model(dtype, tmp_path):

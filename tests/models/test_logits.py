@@ -80,6 +80,7 @@ def test_padded_and_packed_rows_have_the_logits_of_sequences_alone(family, tmp_p
   assert tiny.relative_error(got[:, 17:34], tiny.hf_logits(model, second)) < 1e-5
 
 
+@pytest.mark.long
 def test_bfloat16_compute_stays_near_float32(tmp_path):
   model = tiny.hf_model("qwen2")
   loaded = tiny.saved(model, tmp_path)

@@ -142,6 +142,7 @@ def test_kaiming_is_torchs_with_a_of_root_5():
 # Values on one device.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_an_adapter_of_zeros_changes_nothing_bit_for_bit(dtype, remat):
@@ -200,6 +201,7 @@ def of_layer(kernels):
   return layers.block(params, jnp.asarray(x), cos, sin, attend, config=EVERY_SWITCH)[0]
 
 
+@pytest.mark.long
 def test_unmerged_is_merged_for_every_subset_of_targets():
   frozen, rng = {name: one_layer()[name] for name in KERNELS}, np.random.default_rng(5)
   gaussian = lambda *shape: 0.1 * rng.normal(size=shape).astype(np.float32)
@@ -220,6 +222,7 @@ def test_unmerged_is_merged_for_every_subset_of_targets():
   assert min(nearest) > 1e-2 * np.abs(expected).max(), "every adapter has an effect of its own"
 
 
+@pytest.mark.long
 def test_unmerged_is_merged_in_a_whole_model():
   whole, seen = hidden(base()), []
   for targets in (("all",), ("k",), ("q", "v", "o", "up", "down")):
@@ -232,6 +235,7 @@ def test_unmerged_is_merged_in_a_whole_model():
   assert len({*seen}) == len(seen)
 
 
+@pytest.mark.long
 def test_every_entry_takes_kernels_with_adapters():
   weights = joined()
   tokens, positions, segments, _ = packed()
@@ -307,11 +311,13 @@ def assert_close(found, expected, tolerance):
     np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_gradients_are_those_through_merged_kernels(remat):
   assert_close(gradients(joined(), remat=remat), expected_gradients(), 2e-5)
 
 
+@pytest.mark.long
 def test_a_mesh_computes_what_one_device_does():
   mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
   place = lambda tree, axes: jax.device_put(tree, sharding.param_shardings(axes, mesh, shapes=tree))

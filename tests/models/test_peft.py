@@ -48,6 +48,7 @@ def _run(params, config):
   return hidden @ (head.T if layout == "vd" else head)
 
 
+@pytest.mark.long
 def test_peft_computes_the_logits_of_our_folder(base, tmp_path):
   make, loaded = base
   options = lora.Options(RANK, ALPHA, rank_stabilized=True)
@@ -201,6 +202,7 @@ def double(model, monkeypatch):
   return model
 
 
+@pytest.mark.long
 def test_gradients_of_an_adapter_are_those_of_peft_in_float64(tmp_path, monkeypatch):
   loaded = tiny.saved(tiny.hf_model("qwen3"), tmp_path / "base")
   options = lora.Options(RANK, ALPHA)

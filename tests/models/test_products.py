@@ -166,6 +166,7 @@ def arrays(text):
   return dots, [shape for carried in loops for shape in re.findall(r"tensor<(\w+)>", carried)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_no_program_writes_a_product_of_the_mlps_width_in_float32(remat):
   config = tiny.config(num_layers=3)  # of width 37 between, 24, heads 48 and 16.

@@ -129,6 +129,7 @@ def test_a_split_within_a_block_is_refused_by_name():
   assert found.scale.sharding.shard_shape(found.scale.shape) == (2, 1, 4)
 
 
+@pytest.mark.long
 @FORMATS
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products_and_their_gradients_are_those_of_the_dequantised_matrix(form, dtype):
@@ -182,6 +183,7 @@ def test_kernels_are_quantised_as_they_are_read(folder, base_dtype):
   assert params["final_norm"].dtype == jnp.float32
 
 
+@pytest.mark.long
 def test_no_kernel_is_on_the_host_in_full_precision(tmp_path, monkeypatch):
   config = tiny.config(hidden_size=256, intermediate_size=4096, num_layers=2, vocab_size=64)
   large = export.to_huggingface(tiny.random_params(config), config, tmp_path / "m")

@@ -83,6 +83,7 @@ def programs(sizes):
   yield "two passes", jax.grad(lambda p: logprobs(p, batch, False)[0].sum()), params
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)], ids=IDS)
 def test_no_rounding_of_a_training_program_can_be_left_out(sizes, monkeypatch):
   if sizes == (1, 1, 1):
@@ -91,6 +92,7 @@ def test_no_rounding_of_a_training_program_can_be_left_out(sizes, monkeypatch):
     assert roundings.lost(function, params) == [], name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [None, {"data": 2, "fsdp": 2, "tensor": 2}], ids=IDS)
 def test_no_rounding_of_a_sampling_program_can_be_left_out(shape):
   config = of_engines.config(num_layers=1)
@@ -128,6 +130,7 @@ def dtypes_of(eqn):
   return {aval.dtype for aval in every if getattr(aval, "ndim", 0)}
 
 
+@pytest.mark.long
 def test_residual_stream_norms_softmax_and_logits_stay_float32(monkeypatch):
   monkeypatch.setattr(jax, "devices", lambda *_: jax.local_devices()[:1])
   for name, function, params in programs((1, 1, 1)):

@@ -73,6 +73,7 @@ def gemma():
   return model, ours, {**tree, "layers": own}
 
 
+@pytest.mark.long
 def test_named_values_describe_gemma():
   model, config, params = gemma()
   tokens = tiny.tokens((2, 23))
@@ -105,6 +106,7 @@ def packed_row():
   return [jnp.asarray(x)[None] for x in row], sequences
 
 
+@pytest.mark.long
 def test_packed_rows_have_the_hidden_states_of_separate_rows():
   config = mixed()
   params = tiny.random_params(config)
@@ -116,6 +118,7 @@ def test_packed_rows_have_the_hidden_states_of_separate_rows():
   assert tiny.relative_error(got[:, 14:], hidden[1][:, 5:]) < 1e-5
 
 
+@pytest.mark.long
 def test_prefill_and_gradients_in_place_know_the_kinds():
   config = mixed()
   params = tiny.random_params(config)
@@ -163,6 +166,7 @@ def test_kinds_of_layers_add_no_program_and_no_layer():
   assert text(8).count("dot_general") == text(2).count("dot_general")
 
 
+@pytest.mark.long
 def test_statistics_of_layers_come_with_their_gradients():
   """A router's loss, for instance, though no layer of today has one."""
   weights, x = jnp.asarray([[2.0], [3.0]]), jnp.asarray([1.5])
@@ -195,6 +199,7 @@ def test_outputs_have_a_place_for_statistics():
   assert found.hidden.shape == (1, 4, 24) and found.extras == {}
 
 
+@pytest.mark.long
 def test_norms_start_at_one_whatever_their_offset():
   config = tiny.config(norm_offset=1.0, post_norms=True)
   params = transformer.init(jax.random.key(0), config)

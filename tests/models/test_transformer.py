@@ -26,6 +26,7 @@ def shared_prefix_row():
   return {name: jnp.asarray(x)[None] for name, x in row.items()}, sequences
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_shared_prefix_rows_have_the_hidden_states_of_separate_rows(family):
   config = tiny.config(family=family, qk_norm=family == "qwen3")
@@ -38,6 +39,7 @@ def test_shared_prefix_rows_have_the_hidden_states_of_separate_rows(family):
   assert tiny.relative_error(got[:, 8:12], hidden[1][:, 5:]) < 1e-5
 
 
+@pytest.mark.long
 def test_shared_prefix_rows_have_the_gradients_of_separate_rows():
   config = tiny.config(num_layers=2)
   params = tiny.random_params(config)
@@ -64,6 +66,7 @@ def _at(tree, path):
   return tree
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compute_dtype", [jnp.float32, jnp.bfloat16])
 def test_remat_changes_memory_but_no_value_and_no_gradient(compute_dtype):
   config = tiny.config(num_layers=6, num_kv_heads=6)
@@ -90,6 +93,7 @@ def test_unknown_remat_policy_is_refused():
     model.apply({"params": tiny.random_params(config)}, *tiny.plain(tiny.tokens((1, 4))))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compute_dtype", [jnp.float32, jnp.bfloat16])
 def test_decoding_with_a_cache_by_the_same_functions_continues_a_prefill(compute_dtype):
   products = Products(compute_dtype)
@@ -153,6 +157,7 @@ def test_init_the_module_and_the_axes_agree_on_the_tree(tied):
   assert (head.shape, layout) == (((61, 24), "vd") if tied else ((24, 61), "dv"))
 
 
+@pytest.mark.long
 def test_init_draws_every_kernel_independently_with_deviation_002():
   config = tiny.config(hidden_size=64, intermediate_size=96)
   draw = tiny.jit(lambda key: transformer.init(key, config))

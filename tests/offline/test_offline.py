@@ -16,7 +16,7 @@ from grpo_jax.models import loading
 from grpo_jax.report import figures, run_data
 from tests.runs.test_train import StopWhen, assert_same_state, reported
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_device")]
 
 
 def write(path, rows):
@@ -134,7 +134,6 @@ def test_evaluate_gives_the_numbers_of_the_run(plain, files, tmp_path):
     evaluation.run(f"{plain}:4", samples=2)
 
 
-@pytest.mark.long
 def test_ranking_accuracy_rises_on_held_out_groups(make_config, tmp_path):
   config = make_config(total_steps=18, evaluation__every_steps=0, checkpoint__every_steps=0)
   config.optim.learning_rate = 1e-2
@@ -338,6 +337,7 @@ def test_a_broken_row_stops_the_run_with_its_place(make_config, tmp_path):
   assert sum(row.get("data/broken_rows", 0) for row in reported(tmp_path / "skipped")) == 1
 
 
+@pytest.mark.long
 def test_missing_logprobs_are_reported_where_the_file_must_have_them(make_config, tmp_path):
   config = make_config(offline__behavior="file")
   with pytest.raises(RowError, match=r"train\.jsonl:\d+: response 1 has no logprobs"):
@@ -355,6 +355,7 @@ def test_data_that_change_under_a_run_are_noticed(make_config, files, tmp_path):
     train.train(config, tmp_path / "run")
 
 
+@pytest.mark.long
 def test_the_report_speaks_of_ranking_and_of_no_engine(plain):
   page = (plain / "report.html").read_text()
   run = run_data.load(plain)

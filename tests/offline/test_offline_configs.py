@@ -41,6 +41,7 @@ def run(workdir, config, model, **options):
   return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_the_tutorials_file_of_ranked_groups_is_learned_from(model, tmp_path):
   def groups(first, last):
     return [
@@ -129,6 +130,7 @@ def written(path, rows):
   return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("estimator", ["reinforce_pp", "grpo"])
 def test_files_of_single_responses_are_learned_from_or_it_is_said(
   estimator, model, tmp_path, capsys

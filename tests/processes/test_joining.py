@@ -35,6 +35,7 @@ def test_processes_learn_the_hosts_of_all_and_leave_the_port_free():
     assert found == [[socket.gethostname()] * 3] * 3
 
 
+@pytest.mark.long
 def test_a_process_that_does_not_come_is_named_on_all():
   port = several.free_port()
   first, third = meet(place(0, 4, port), place(2, 4, port), join_s=1.0)
@@ -160,6 +161,7 @@ def test_a_process_that_is_alone_stays_alone(variables, monkeypatch):
   assert found(monkeypatch, variables) is None
 
 
+@pytest.mark.long
 def test_open_mpi_5_is_found_but_not_its_address(monkeypatch):
   variables = {"SIZE": "4", "RANK": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
   monkeypatch.setenv("PMIX_NAMESPACE", "prterun-a-77@1")

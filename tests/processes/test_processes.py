@@ -144,6 +144,7 @@ def commit_checkpoint(folder):
 WRITERS = [write_config, write_export, write_logs, write_report, set_aside, commit_checkpoint]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("write", WRITERS, ids=lambda f: f.__name__)
 def test_another_process_than_the_main_one_writes_and_prints_nothing(
   second, tmp_path, capfd, write

@@ -170,6 +170,7 @@ STRANGERS = {
 }
 
 
+@pytest.mark.long
 def test_strangers_neither_delay_nor_replace_a_process_of_the_run(caplog):
   port = several.free_port()
   with contextlib.ExitStack() as stack:
@@ -259,6 +260,7 @@ def test_a_process_that_loses_its_connection_as_it_arrives_comes_again(monkeypat
   assert both(several.free_port()) == [[HOST] * 2] * 2 and not failures
 
 
+@pytest.mark.long
 def test_a_recorded_introduction_is_worth_nothing_on_another_connection():
   with socket.create_server(("127.0.0.1", 0)) as recorder:
     port = recorder.getsockname()[1]
@@ -286,6 +288,7 @@ def test_a_recorded_introduction_is_worth_nothing_on_another_connection():
     assert "process 1 of 2 did not come" in str(first.result(5))
 
 
+@pytest.mark.long
 def test_processes_with_other_keys_are_turned_away_and_both_sides_say_why(caplog):
   for other in (connections.Key(), connections.Key("another secret of some run", KEY.start)):
     first, second = both(several.free_port(), (KEY, other), join_s=0.4)
@@ -442,6 +445,7 @@ def test_wrong_answers_of_a_process_0_that_has_the_key_end_in_one_line():
     assert isinstance(error, JoinError) and text in str(error), (name, error)
 
 
+@pytest.mark.long
 def test_the_wait_for_an_answer_has_a_deadline_and_looks_at_signals():
   with impostor(with_the_key(("arrived", '{"left_s": 0.2}'))) as port:
     error = outcome(place(1, port))

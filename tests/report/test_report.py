@@ -97,6 +97,7 @@ def test_the_page_needs_nothing_but_itself(run_folder):
   assert set(re.findall(r"https?://[^\"' ]+", code)) == {"http://www.w3.org/2000/svg"}  # a name.
 
 
+@pytest.mark.long
 def test_the_policy_of_the_page_lets_its_own_scripts_run_and_no_other(run_folder):
   page = Page(report.render(run_data.load(run_folder)))
   (policy,) = [a["content"] for a, _ in page.elements("meta") if a.get("http-equiv")]
@@ -590,6 +591,7 @@ def test_the_folder_of_several_runs_names_them(tmp_path, capsys):
   assert capsys.readouterr().err.endswith("; there are runs in it: first\n")
 
 
+@pytest.mark.long
 def test_the_comparison_script_prints_runs_side_by_side(tmp_path, run_folder):
   root = Path(report.__file__).parents[2]
   other = a_run(tmp_path / "b", [{"step": 0, "rollout/reward_mean": 0.25}], {"total_steps": 7})

@@ -55,6 +55,7 @@ BY_HAND = {
 }
 
 
+@pytest.mark.long
 def test_group_relative_matches_values_worked_by_hand():
   options = {name: {"eps": 0.0, **given} for name, (given, _) in BY_HAND.items()}
   got = _several(advantages.group_relative, options)(_array([[1, 0, 0, 0]]))
@@ -62,6 +63,7 @@ def test_group_relative_matches_values_worked_by_hand():
     np.testing.assert_allclose(got[name], [expected], rtol=1e-6, err_msg=name)
 
 
+@pytest.mark.long
 def test_batch_std_is_over_all_rewards_of_the_batch():
   # rewards 0, 2, 1, 1: mean 1, unbiased variance 2/3.
   got = _relative(_array([[0, 2], [1, 1]]), scale="batch_std", eps=0.0)
@@ -82,6 +84,7 @@ def test_leave_one_out_std_is_that_of_the_others(rewards):
   np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_spread_of_equal_others_is_zero_in_nemo_rls_known_bad_case():
   group = _array([[1.0] + [0.15] * 15])
   baseline, spread = _spread(group, baseline="leave_one_out")
@@ -118,6 +121,7 @@ def test_no_group_that_is_equal_once_one_is_left_out_explodes(noise):
     assert (got[0, len(group) :] == 0).all()
 
 
+@pytest.mark.long
 def test_equal_rewards_give_exactly_zero():
   rng = np.random.default_rng(2)
   values = np.concatenate([rng.uniform(-1e3, 1e3, 60), rng.uniform(0, 1, 60)]).astype(np.float32)
@@ -153,6 +157,7 @@ def _estimates(rewards, mask):
   return jax.device_get(_compiled()(rewards, mask))
 
 
+@pytest.mark.long
 def test_shifting_all_rewards_changes_nothing(rewards):
   mask = np.ones_like(rewards, bool)
   got, expected = _estimates(rewards + 7, mask), _estimates(rewards, mask)
@@ -161,6 +166,7 @@ def test_shifting_all_rewards_changes_nothing(rewards):
       np.testing.assert_allclose(got[name], expected[name], atol=1e-4, err_msg=name)
 
 
+@pytest.mark.long
 def test_order_within_and_among_groups_carries_no_meaning(rewards):
   mask = np.ones_like(rewards, bool)
   got, expected = _estimates(rewards[[2, 0, 1]][:, ::-1], mask), _estimates(rewards, mask)
@@ -169,6 +175,7 @@ def test_order_within_and_among_groups_carries_no_meaning(rewards):
     np.testing.assert_allclose(got[name], mixed, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("value", [NAN, np.inf, 5.0], ids=["nan", "inf", "masked"])
 def test_an_attempt_that_does_not_count_leaves_no_trace(value, rewards):
   padded = np.concatenate([rewards, np.full((3, 2), value, np.float32)], axis=1)
@@ -182,6 +189,7 @@ def test_an_attempt_that_does_not_count_leaves_no_trace(value, rewards):
     np.testing.assert_array_equal(of[:, 5:], np.zeros((3, 2)), err_msg=name)
 
 
+@pytest.mark.long
 def test_an_only_attempt_and_an_empty_group_have_advantage_zero():
   group = np.full((3, 5), NAN, np.float32)
   group[0, 0], group[2] = 3.0, [1.0, 2.0, 4.0, 0.0, 3.0]
@@ -194,6 +202,7 @@ def test_an_only_attempt_and_an_empty_group_have_advantage_zero():
     np.testing.assert_array_equal(single[name], [[0.0]], err_msg=name)
 
 
+@pytest.mark.long
 def test_two_attempts_left_one_out_keep_their_difference():
   got = _relative(_array([[1, 0]]), baseline="leave_one_out")
   np.testing.assert_array_equal(got, [[1.0, -1.0]])
@@ -237,6 +246,7 @@ def _new_baselines(rewards, lengths, greedy):
   }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e38])
 def test_pass_at_k_and_the_new_baselines_take_rewards_of_any_size(size):
   rewards, lengths = np.float32(size) * _array([[1.0, 0.0, 0.5]]), _array([[1.0, 2.0, 5.0]])
@@ -252,6 +262,7 @@ def test_pass_at_k_and_the_new_baselines_take_rewards_of_any_size(size):
     np.testing.assert_allclose(values, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.long
 def test_maxrl_weighs_a_rare_success_by_its_rarity_and_is_silent_without_one():
   got = _jit(advantages.maxrl)(_array([[1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1], [-1, 1, -1, 0]]))
   expected = [[3.0, -1.0, -1.0, -1.0], [0.0] * 4, [0.0] * 4, [0.0] * 4]  # the last mean is below 0.
@@ -266,6 +277,7 @@ def test_remax_learns_from_one_attempt_and_from_equal_ones():
   np.testing.assert_array_equal(got, [[1.0, 1.0], [0.0, 0.0]])  # without a baseline, nothing.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "baseline, given, message",
   [
@@ -280,6 +292,7 @@ def test_what_a_baseline_needs_is_named(baseline, given, message):
     advantages.group_relative([[1, 0], [0, 1]], baseline=baseline, **given)
 
 
+@pytest.mark.long
 def test_gdpo_matches_values_worked_by_hand():
   # a = [1,0], b = [0,4]: each normalises to ±1/sqrt(2); 2a + b = ±1/sqrt(2); whitened the same.
   components = _array([[[1, 0]], [[0, 4]]])
@@ -287,6 +300,7 @@ def test_gdpo_matches_values_worked_by_hand():
   np.testing.assert_allclose(got, [[0.5**0.5, -(0.5**0.5)]], rtol=1e-6)
 
 
+@pytest.mark.long
 def test_gdpo_lets_a_missing_component_drop_out_for_that_attempt_alone():
   components = _array([[[1, 0, 0.5, 0]], [[0, 1, NAN, 1]]])
   got = _jit(advantages.gdpo)(components)
@@ -345,6 +359,7 @@ def test_kl_in_reward_is_taken_off_each_token():
   np.testing.assert_allclose(got, [[1 - 0.5 * np.log(2), 0.0]], rtol=1e-6)
 
 
+@pytest.mark.long
 def test_clipping_is_the_last_step():
   made = estimators.make("grpo", clip_low=-0.4, clip_high=1.0, eps=0.0)
   got = made(jnp.asarray([[1.0, 0, 0, 0]]), jnp.ones((1, 4), bool))
@@ -428,6 +443,7 @@ def _expected(rewards, *, baseline="group_mean", scale="group_std"):
   return np.clip(result, -LARGEST, LARGEST)
 
 
+@pytest.mark.long
 def test_rewards_of_any_size_give_the_advantages_of_the_formula():
   rows = np.full((len(SIZES), 4), NAN, np.float32)
   for row, rewards in zip(rows, SIZES, strict=True):
@@ -443,6 +459,7 @@ def test_rewards_of_any_size_give_the_advantages_of_the_formula():
     assert scored_groups.differs(np.asarray(rewards, np.float32))
 
 
+@pytest.mark.long
 def test_whitening_and_gdpo_take_rewards_of_any_size():
   whiten = _jit(functools.partial(advantages.whiten, floor=0.0))
   estimate = _jit(functools.partial(advantages.gdpo, eps=0.0))
@@ -455,6 +472,7 @@ def test_whitening_and_gdpo_take_rewards_of_any_size():
     assert np.isfinite(gdpo).all() and gdpo.std(ddof=1) == pytest.approx(1.0), size
 
 
+@pytest.mark.long
 def test_equal_rewards_have_no_signal_whatever_their_size():
   grpo, dr_grpo, rloo = map(_jit, (advantages.grpo, advantages.dr_grpo, advantages.rloo))
   for value in (0.1, 1e20, 3e38, 1e-30, 1e-42, -7.0):
@@ -488,6 +506,7 @@ def test_rewards_come_as_arrays_and_lists_of_any_number_type(rewards):
   assert advantages.rloo(rewards).shape == advantages.dr_grpo(rewards).shape == (1, 4)
 
 
+@pytest.mark.long
 def test_the_rewards_of_one_prompt_need_no_second_axis():
   for function in (advantages.grpo, advantages.dr_grpo, advantages.rloo):
     one = function([1, 0, 0, 1], [1, 1, 0, 1])

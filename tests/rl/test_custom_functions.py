@@ -22,6 +22,7 @@ def value_and_gradient(objective):
   return jax.value_and_grad(whole)(policy)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("mine", "name"),
   [
@@ -44,6 +45,7 @@ def test_a_copy_of_a_loss_is_equal_to_it(mine, name):
     np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.long
 def test_options_of_the_section_reach_the_loss():
   loss = own_methods.clipped
   made = objectives.make(loss=loss, kl_coef=0.0, clip_low=0.0, clip_high=0.0)
@@ -116,6 +118,7 @@ def test_a_copy_of_an_estimator_is_equal_to_it():
   )
 
 
+@pytest.mark.long
 def test_a_reward_that_is_not_finite_never_reaches_the_users_function():
   rewards = jnp.asarray([[1.0, jnp.nan, 0.0, jnp.inf]])
   made = estimators.make(own_methods.group_mean)(rewards, jnp.ones((1, 4), bool))
@@ -140,6 +143,7 @@ def test_advantages_that_break_a_rule_are_refused_in_one_line(function, message)
   assert f"own_methods.{function}" in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.long
 def test_options_that_advantages_do_not_take_are_refused():
   for options in ({"scale": "none"}, {"ddof": 0}, {"baseline": "none"}, {"weights": (1.0, 2.0)}):
     with pytest.raises(ValueError, match="would never be read: .*group_mean does not take it"):
@@ -168,12 +172,13 @@ WIDE = {
   "exits": lambda logprobs: sys.exit(3),
   "cuts": lambda logprobs: logprobs[:, :3],
 }
+LINE = WIDE["raises"].__code__.co_firstlineno
 
 
 @pytest.mark.parametrize(
   "kind, message",
   [
-    ("raises", "failed on arrays .2, 20.: .*test_custom_functions.py:167: ZeroDivisionError"),
+    ("raises", f"failed on arrays .2, 20.: .*test_custom_functions.py:{LINE}: ZeroDivisionError"),
     ("exits", "failed on arrays .2, 20.: .*: SystemExit: 3"),
     ("cuts", "must return an array .2, 20.*got .2, 3."),
   ],
@@ -194,13 +199,15 @@ def test_a_loss_that_fails_on_the_data_of_a_run_is_an_expected_failure(kind, mes
   assert isinstance(found.value, ExpectedFailure)
 
 
+@pytest.mark.long
 def test_advantages_that_fail_on_the_data_of_a_run_are_an_expected_failure():
   def mine(rewards, mask):
     return own_methods.group_mean(rewards, mask) if rewards.size < 40 else 1 / 0
 
   make = estimators.make(mine)
+  line = mine.__code__.co_firstlineno + 1
   with pytest.raises(
     custom_functions.CustomFunctionError,
-    match="failed on arrays .8, 8.: .*test_custom_functions.py:199: ZeroDivisionError",
+    match=f"failed on arrays .8, 8.: .*test_custom_functions.py:{line}: ZeroDivisionError",
   ):
     make(jnp.zeros((8, 8)), jnp.ones((8, 8), bool))

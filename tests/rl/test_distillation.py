@@ -96,6 +96,7 @@ def test_a_teacher_that_equals_the_policy_teaches_nothing():
   assert metrics["teacher/kl"].value() == 0
 
 
+@pytest.mark.long
 def test_later_updates_compare_with_the_policy_that_sampled():
   """The advantage is that of π_old, and only the ratio is the live policy's."""
   policy, old, teacher = (jnp.full((1, 1), x) for x in (-0.9, -1.0, -0.5))

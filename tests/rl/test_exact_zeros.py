@@ -82,6 +82,7 @@ ESTIMATES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_advantages_are_those_of_rational_arithmetic(dtype):
   rewards, wrong = rewards_of(dtype), []
@@ -98,6 +99,7 @@ def test_advantages_are_those_of_rational_arithmetic(dtype):
   assert not wrong
 
 
+@pytest.mark.long
 def test_equal_rewards_have_no_advantage_by_any_estimator():
   rewards, wrong = np.asarray([[x] * G for x in SIZES], np.float32), []
   ones = jnp.ones((1, G), bool)
@@ -119,6 +121,7 @@ def test_equal_rewards_have_no_advantage_by_any_estimator():
   assert not wrong
 
 
+@pytest.mark.long
 def test_what_differs_by_rounding_alone_is_not_scaled_up():
   """Of whitened values, of the best of all sets, of components that cancel."""
   one = np.float32(0.3)
@@ -142,6 +145,7 @@ def test_what_differs_by_rounding_alone_is_not_scaled_up():
 SYMMETRIC = [[-0.3, -1.1, -0.4, 0.3, 1.1, 0.4], [0.7, -0.7, 0.1, -0.1, 0.7, -0.7]]
 
 
+@pytest.mark.long
 def test_maxrl_is_silent_where_the_mean_is_0_but_for_rounding():
   maxrl = compiled(advantages.maxrl)
   x, y = np.round(np.random.default_rng(0).uniform(-2, 2, (2, 300)), 2)

@@ -136,6 +136,7 @@ def test_completions_are_left_out_as_by_nemo_rl(seed):
   np.testing.assert_array_equal(kept, mask & kept.any(axis=1, keepdims=True))
 
 
+@pytest.mark.long
 def test_advantages_equal_the_published_code():
   @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
   def estimates(rewards, lengths, greedy, of_groups):

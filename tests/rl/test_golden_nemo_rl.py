@@ -170,6 +170,7 @@ def _advantages(case, baseline, rewards):
   return centre, spread, got
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("index", range(len(ADVANTAGE)))
 def test_advantages_equal_nemo_rl(index):
   case = ADVANTAGE[index]

@@ -180,6 +180,7 @@ ADVANTAGES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_advantages_equal_verl(name):
   with jax.enable_x64(True):

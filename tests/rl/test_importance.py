@@ -50,6 +50,7 @@ def test_truncations_match_values_worked_by_hand(options, expected, inside):
   np.testing.assert_array_equal(got_inside, np.asarray(inside, bool))
 
 
+@pytest.mark.long
 def test_bounds_are_inclusive():
   weights = jnp.asarray([0.5, 0.75, 2.0])
   np.testing.assert_array_equal(importance.zero_outside(weights, low=0.5, high=2.0), weights)
@@ -80,6 +81,7 @@ def test_a_weight_that_no_float_holds_is_not_raised_to_the_lower_bound(level):
   np.testing.assert_array_equal(weights[:, 0], [2.0, 0.0, 0.0, 0.0, 0.0, 0.5])
 
 
+@pytest.mark.long
 def test_off_policy_mask_drops_bad_sequences_that_are_far_off():
   policy = jnp.asarray([[-2.0, -2.0, -1.0, -1.0, -5.0, NAN]])
   behavior = jnp.full((1, 6), -1.0)

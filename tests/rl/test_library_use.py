@@ -103,6 +103,7 @@ def as_users():
   jaxtyping.config.update("jaxtyping_disable", False)
 
 
+@pytest.mark.long
 def test_a_wrong_shape_is_an_error_of_one_line_that_names_the_argument(as_users):
   wrong, count = [], 0
   for name, function in public():
@@ -125,6 +126,7 @@ def test_a_wrong_shape_is_an_error_of_one_line_that_names_the_argument(as_users)
   assert count > 80
 
 
+@pytest.mark.long
 def test_half_precision_is_computed_in_float32(as_users):
   wrong, half = [], jnp.float16
   for name, function in public():
@@ -157,6 +159,7 @@ INFINITE = {  # what is given, and options whose loss of the token is then exact
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", INFINITE)
 def test_a_token_that_another_policy_never_writes_has_no_loss_and_leaves_the_others_alone(case):
   name, options = INFINITE[case]
@@ -185,6 +188,7 @@ def test_a_token_that_another_policy_never_writes_has_no_loss_and_leaves_the_oth
     assert gradient[place] == 0
 
 
+@pytest.mark.long
 def test_a_token_that_the_policy_never_writes_has_no_loss():
   made = LossTokens(
     mask=jnp.asarray(MASK),
@@ -208,6 +212,7 @@ def test_a_token_that_the_policy_never_writes_has_no_loss():
 WHO = ("old", "behavior", "ref", "teacher")
 
 
+@pytest.mark.long
 def test_other_infinities_leave_loss_and_gradient_finite(as_users):
   """Of the old, the engine's and the reference's logprob of a token, in every function."""
   wrong = []
@@ -226,6 +231,7 @@ def test_other_infinities_leave_loss_and_gradient_finite(as_users):
   assert not wrong
 
 
+@pytest.mark.long
 def test_numbers_out_of_range_are_an_error_of_one_line_that_names_the_argument(as_users):
   cases = [
     *[("losses.clipped_surrogate", {"clip_low": x}) for x in (-0.2, 1.2, float("nan"), "0.2")],
@@ -267,6 +273,7 @@ def test_an_objective_names_what_has_another_shape(as_users):
     objective(jnp.zeros(SHAPE), None, made, 9.0)
 
 
+@pytest.mark.long
 def test_bounds_may_be_traced_and_numbers_of_numpy_and_jax(as_users):
   args = (jnp.asarray(LOGPROBS["policy_logprobs"]), jnp.asarray(LOGPROBS["old_logprobs"]))
   args += (jnp.asarray(OF_TOKENS["advantages"]),)

@@ -56,6 +56,7 @@ def test_a_completion_is_predicted_from_the_prompts_last_token(layout, temperatu
   np.testing.assert_allclose(got[0], expected, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_entropy_comes_from_the_same_distributions():
   hidden, head = _model("vd")
   _, entropy = logprobs.token_logprobs(hidden, head, _batch(), return_entropy=True)
@@ -64,6 +65,7 @@ def test_entropy_comes_from_the_same_distributions():
   np.testing.assert_allclose(entropy[0], [*expected, 0.0], rtol=1e-5)
 
 
+@pytest.mark.long
 def test_places_that_do_not_predict_hold_anything_without_a_trace():
   hidden, head = _model("vd")
   junk = hidden.at[0, jnp.asarray([0, 3, 4, 5, 6])].set(jnp.nan)
@@ -79,6 +81,7 @@ def test_places_that_do_not_predict_hold_anything_without_a_trace():
   np.testing.assert_array_equal(grads[0][0, [0, 3, 4, 5, 6]], np.zeros((5, WIDTH)))
 
 
+@pytest.mark.long
 def test_plain_rows_are_predicted_from_the_token_before():
   hidden, head = _model("vd", length=4)
   got = logprobs.sequence_logprobs(hidden, head, jnp.asarray([[1, 2, 3, 4]]))
@@ -115,6 +118,7 @@ print(*sorted({name.split(".")[0] for name in sys.modules}))
 """
 
 
+@pytest.mark.long
 def test_rl_imports_fast_and_without_models_tokenizers_or_optimizers():
   result = subprocess.run(
     [sys.executable, "-c", IMPORT],

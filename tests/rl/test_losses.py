@@ -181,6 +181,7 @@ def test_sequence_ratio_is_the_geometric_mean_within_each_sequence(form):
   np.testing.assert_allclose(got, _slow_sequence_ratios(policy, old), rtol=1e-5)
 
 
+@pytest.mark.long
 def test_the_two_gradients_of_gspo_agree_on_equal_advantages_and_differ_on_others():
   policy, old = _logprobs(0), _logprobs(1)
 
@@ -259,6 +260,7 @@ def test_kl_gradients_are_the_documented_ones(estimator, is_weighted):
   np.testing.assert_allclose(grad, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("estimator, is_weighted", [("k1", True), ("k2", False), ("k3", True)])
 def test_mean_gradient_over_the_policy_is_the_gradient_of_the_divergence(estimator, is_weighted):
   """Exact over a vocabulary of 5: Σₐ πθ(a) ∇ℓ(a) = ∇KL(πθ ‖ π_ref)."""
@@ -302,6 +304,7 @@ def test_an_input_clamp_stops_the_gradient_of_the_weight_too():
   np.testing.assert_array_equal(grad, [0.0])
 
 
+@pytest.mark.long
 def test_a_weight_that_is_not_finite_counts_as_zero_without_a_nan_gradient():
   policy, ref, behavior = jnp.asarray([-1.0]), jnp.asarray([-1.5]), jnp.asarray([-500.0])
   value, grad = jax.value_and_grad(

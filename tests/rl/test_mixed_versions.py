@@ -139,6 +139,7 @@ def _evaluated(objective, policy, tokens, compiled=lambda function: function):
   return loss, gradient, {name: metric.value() for name, metric in metrics.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", EVERY, ids=lambda o: "-".join(map(str, o.values())))
 def test_versions_enter_through_the_logprobs_of_the_engine_alone(options):
   """Bit for bit the same with the ages of tokens, with others, and without."""
@@ -164,6 +165,7 @@ INTERPOLATING = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", INTERPOLATING, ids=lambda o: "-".join(map(str, o.values())))
 def test_interpolated_old_logprobs_equal_the_same_numbers_scored(options):
   """Every loss and correction: ages matter only through what is interpolated from them."""
@@ -183,6 +185,7 @@ def test_interpolated_old_logprobs_equal_the_same_numbers_scored(options):
   assert abs(other[2]["train/ratio_mean"] - got[2]["train/ratio_mean"]) > 1e-4
 
 
+@pytest.mark.long
 def test_metrics_by_age_are_those_worked_by_hand():
   """Ages 0 0 1 | 2 3 -1, and a masked token of age 1; w = 1/2, 2, 4/5, 1/4, 3/4, 5."""
   weights = np.asarray([[0.5, 2.0, 0.8, 9.0], [0.25, 0.75, 5.0, 9.0]], np.float32)

@@ -104,6 +104,7 @@ def _evaluate(objective, *given):
   return loss, metrics, grad
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CONFIGS)
 def test_microbatches_add_up_in_loss_gradient_and_metrics(name):
   objective = objectives.make(**CONFIGS[name])
@@ -123,6 +124,7 @@ def test_microbatches_add_up_in_loss_gradient_and_metrics(name):
   np.testing.assert_allclose(metrics["train/loss"].value(), loss, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CONFIGS)
 def test_padding_and_what_it_holds_change_nothing(name):
   objective = objectives.make(**CONFIGS[name])
@@ -199,6 +201,7 @@ def test_clip_shares_count_the_tokens_without_a_gradient():
   np.testing.assert_array_equal(grad[0] == 0, [True, True, False, False, True, False])
 
 
+@pytest.mark.long
 def test_mismatch_metrics_match_values_worked_by_hand():
   behavior, old = jnp.log(jnp.asarray([[0.5, 0.2]])), jnp.log(jnp.asarray([[0.25, 0.4]]))
   tokens = LossTokens(
@@ -388,6 +391,7 @@ def test_a_loss_has_the_same_defaults_as_its_function(name):
   assert made.aggregation == ("sequence_mean" if of_sequences else "token_mean")
 
 
+@pytest.mark.long
 def test_a_loss_clips_where_its_options_say():
   """CISPO's weight grows to 1 + 4.0: a ratio of 3 is not clipped to 1.2."""
   policy, tokens = jnp.log(jnp.full((1, 1), 3.0)), _one_token(old=0.0)

@@ -100,6 +100,7 @@ def test_share_of_the_way_by_hand():
   np.testing.assert_allclose(proximal.shares(ages), [0, 0, 1 / 2, 2 / 3, 3 / 4, 9 / 10], rtol=1e-7)
 
 
+@pytest.mark.long
 def test_steps_of_equal_size_are_interpolated_exactly():
   """With log π of version v equal to a + b v, and πθ the policy that the step makes."""
   step, versions = 7, np.asarray([7, 6, 5, 3, 0])

@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from grpo_jax.rl import aggregate, distillation, objective_options, objectives
 from grpo_jax.types import LossTokens
@@ -83,6 +84,7 @@ def close(got, expected):
   return all(np.allclose(a, b, rtol=2e-5, atol=1e-6) for a, b in zip(got, expected, strict=True))
 
 
+@pytest.mark.long
 def test_weights_scale_what_completions_contribute_and_what_it_is_divided_by():
   """Equal weights change nothing; 2: the completion twice; 0: without it; parts add up."""
   wrong = []
@@ -119,6 +121,7 @@ def test_weights_scale_what_completions_contribute_and_what_it_is_divided_by():
   assert not wrong
 
 
+@pytest.mark.long
 def test_the_loss_of_weighted_completions_by_hand():
   """Two completions of 2 and 1 tokens, weights ½ and 2, ratio 1: ℓ = -Â, KL and entropy apart."""
   logprobs = jnp.asarray([[-1.0, -2.0], [-3.0, 0.0]])

@@ -2,9 +2,12 @@
 
 import random
 
+import pytest
+
 from grpo_jax.rollouts.admission import AdmissionQueue, AdmissionRule
 
 
+@pytest.mark.long
 def test_no_group_is_too_old_or_lost_in_two_thousand_random_schedules():
   overtaken = 0
   for seed in range(2000):

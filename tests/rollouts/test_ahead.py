@@ -160,6 +160,7 @@ def test_shares_of_the_time_are_as_predicted(learn, sync, took, shares):
   assert {name: measured[f"perf/{name}_share"] for name in shares} == pytest.approx(shares)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("k", [1, 3])
 def test_a_run_that_is_broken_anywhere_learns_from_every_prompt_once(k):
   for seed in range(6):

@@ -339,6 +339,7 @@ def hanging():
   return continuing()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("turn", [1, 2])
 @pytest.mark.parametrize(
   ("fault", "kind"),

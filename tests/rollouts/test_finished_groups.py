@@ -104,6 +104,7 @@ class Stepwise(ScriptedEngine):
       self.is_closed = True
 
 
+@pytest.mark.long
 def test_a_group_comes_when_its_last_attempt_is_scored_while_others_are_sampled(loop):
   engine = Stepwise()
   found = loop.iterate(groups(engine, scored, prompts("a", "b", "c")))
@@ -330,6 +331,7 @@ def test_the_schedule_of_a_run_reaches_the_engine(loop, schedule):
 # --- one thread for a run ---
 
 
+@pytest.mark.long
 def test_a_run_of_steps_and_evaluations_uses_one_thread_and_one_loop(loop):
   places, before = set(), set(threading.enumerate())
 
@@ -479,6 +481,7 @@ def test_an_engine_that_answers_a_stranger_is_left_at_once(loop):
   assert engine.is_closed  # not only when the garbage collector comes by.
 
 
+@pytest.mark.long
 def test_an_environment_that_hangs_costs_its_group_the_time_limit_and_no_other(loop):
   release = threading.Event()
 

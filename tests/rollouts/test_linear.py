@@ -68,6 +68,7 @@ def calls_of(work):
   return next(counted)
 
 
+@pytest.mark.long
 def test_the_work_of_an_attempt_is_the_same_with_twelve_times_as_many():
   factory = lambda prompt: SingleTurn(lambda *_: 1.0, prompt)
   collected(2, factory)  # imports.

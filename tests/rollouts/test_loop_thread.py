@@ -74,6 +74,7 @@ def await_began(log) -> None:
   assert log == ["began"]
 
 
+@pytest.mark.long
 def test_all_calls_share_one_thread_and_one_loop(loop):
   assert rollout_threads() == []  # it starts with the first call.
   places = {loop.run(here()) for _ in range(50)}
@@ -166,6 +167,7 @@ def test_a_stop_flag_cancels_the_work_and_waits_for_its_end():
   assert cancelled("flag") == 1
 
 
+@pytest.mark.long
 def test_ctrl_c_cancels_the_work_and_waits_for_its_end(own_process):
   assert own_process(cancelled, "signal") == 1
 
@@ -184,6 +186,7 @@ def test_a_stop_flag_is_seen_while_items_come_faster_than_anybody_looks(loop):
   assert len(seen) == 3
 
 
+@pytest.mark.long
 def test_work_that_blocks_the_loop_is_left_behind_and_the_next_call_gets_a_new_thread(loop):
   gate, stop = threading.Event(), Switch()
   stop.is_up = True
@@ -278,6 +281,7 @@ def test_close_ends_what_is_left_and_later_calls_are_refused(loop):
     loop.run(forever(log))
 
 
+@pytest.mark.long
 def test_close_does_not_wait_for_work_that_blocks_the_loop(loop):
   gate, entered, errors = threading.Event(), threading.Event(), []
 

@@ -205,6 +205,7 @@ def rounded(prompt):
   )
 
 
+@pytest.mark.long
 def test_dynamic_sampling_draws_keeps_and_reports_the_same_on_all_processes():
   def work(index=0):
     source = Source(30)

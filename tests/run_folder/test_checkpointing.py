@@ -458,6 +458,7 @@ def assert_newest_is_whole(folder, at_least):
     checkpoints.save(step + 1, make_state(step + 1), {})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "moment, survivor",
   [

@@ -51,6 +51,7 @@ def files_of(folder):
   return {path.name: path.read_bytes() for path in sorted((folder / "rollouts").iterdir())}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tail", ["", '{"step": 7, "rollout/rew', "\x00\x00", '{"step": 7}'])
 def test_a_killed_and_resumed_run_leaves_the_files_of_an_unbroken_one(tmp_path, tail):
   whole = open_logs(tmp_path / "whole")

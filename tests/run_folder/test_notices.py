@@ -151,6 +151,7 @@ def test_no_color_and_pipes_get_no_escapes(monkeypatch):
   assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", file.getvalue())
 
 
+@pytest.mark.long
 def test_a_user_of_the_library_gets_no_handler_and_silent_notices():
   code = (
     "import logging\n"
@@ -289,6 +290,7 @@ def complaints_of(name, tree):
       yield node.lineno, called
 
 
+@pytest.mark.long
 def test_modules_report_by_their_logger_only():
   wrong = [
     f"{name}:{line}: {called}"

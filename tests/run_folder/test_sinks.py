@@ -38,6 +38,7 @@ def open_logs(folder, names, **options):
   return loggers.make(folder, sinks=names, screen=screen, **options)
 
 
+@pytest.mark.long
 def test_an_own_sink_records_a_whole_run_and_a_resumed_one(
   my_sinks, tmp_path, one_device, monkeypatch
 ):

@@ -138,6 +138,7 @@ def leave():
   raise SystemExit(1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["open", "log", "save", "close"])
 @pytest.mark.parametrize("fault", [fail, wait_for_ever, leave])
 def test_a_tracker_that_fails_or_hangs_warns_once_and_takes_no_time(

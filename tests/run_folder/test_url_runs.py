@@ -248,6 +248,7 @@ class Deaths:
     monkeypatch.setattr(remote.RemoteFolder, "_call", call)
 
 
+@pytest.mark.long
 def test_whenever_a_run_dies_its_newest_checkpoint_and_all_before_it_are_at_the_url(
   url, there, machine, monkeypatch
 ):

@@ -153,6 +153,7 @@ def staleness(workdir):
 # --- one block after the other: everything repeats ---
 
 
+@pytest.mark.long
 def test_a_run_one_step_ahead_repeats_bit_for_bit_where_it_is_stopped(first, run, tmp_path):
   assert staleness(first) == [0, 1, 1, 1]
   assert_each_once(first, 4 * PROMPTS)
@@ -278,6 +279,7 @@ def named(settings):
 # --- in flight, whoever finishes first ---
 
 
+@pytest.mark.long
 def test_every_prompt_of_the_data_is_learned_from_once_in_whatever_order(run, tmp_path):
   options = named({**IN_FLIGHT, "data.epochs": 1, "total_steps": 50})
   run(stop=StopWhen(tmp_path / "run", 2), **options)
@@ -374,6 +376,7 @@ def test_an_engine_that_fails_in_the_background_ends_the_run_and_loses_no_step(
   assert_same_end(failed, first)
 
 
+@pytest.mark.long
 def test_a_trainer_that_fails_while_groups_are_in_flight_leaves_no_thread(run, monkeypatch):
   from grpo_jax.run_folder import steps
 

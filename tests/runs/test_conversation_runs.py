@@ -112,6 +112,7 @@ def test_the_sliding_puzzle_runs_turn_by_turn_and_learns_from_sampled_tokens_onl
   assert "turns" in report.write(tmp_path).read_text()
 
 
+@pytest.mark.long
 def test_a_template_that_cannot_write_the_answers_is_refused_before_the_run(
   tmp_path, model, capsys
 ):
@@ -135,6 +136,7 @@ def test_a_template_that_cannot_write_the_answers_is_refused_before_the_run(
   assert not (tmp_path / "rollouts").exists()
 
 
+@pytest.mark.long
 def test_tool_use_runs_with_a_tiny_model(tmp_path, model):
   rows = run_config(
     "tool_use.py",
@@ -154,6 +156,7 @@ def test_tool_use_runs_with_a_tiny_model(tmp_path, model):
   assert not metrics.unknown({name for row in rows for name in row if name != "step"})
 
 
+@pytest.mark.long
 def test_a_group_of_environments_scores_each_row_by_its_own_and_survives_a_broken_one(
   tmp_path, model, capsys
 ):

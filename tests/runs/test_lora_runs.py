@@ -29,6 +29,8 @@ WHOLE = {
   "model__lora__base_dtype": "bfloat16",
 }
 
+pytestmark = pytest.mark.long
+
 
 def run(model, folder, *, total_steps=2, **changes):
   """Trains in folder/run, with all programs compiled ahead."""
@@ -99,7 +101,6 @@ def differences(stored):
   return {name: SCALE * a @ b for name, (a, b) in parts.items()}
 
 
-@pytest.mark.long
 def test_checkpoints_hold_what_is_trained_and_the_export_the_full_weights(workdir, model):
   stored = stored_adapter(workdir, 2)
   assert {name for name in stored if name.startswith("params")} == {
@@ -130,6 +131,7 @@ def test_a_checkpoint_says_of_what_it_is_the_adapter(workdir, model):
   }
 
 
+@pytest.mark.long
 def test_the_adapter_is_written_beside_the_export(workdir, model):
   stored = stored_adapter(workdir, 2)
   found = adapter_files.read(workdir / "adapter", loading.read_config(model))
@@ -169,7 +171,6 @@ def test_the_reference_is_the_base(lines):
   assert lines[1]["train/kl_to_reference"] > 1e-5
 
 
-@pytest.mark.long
 def test_a_run_that_begins_with_an_adapter_measures_its_distance_from_the_base(
   model, workdir, tmp_path, capsys
 ):

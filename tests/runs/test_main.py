@@ -110,12 +110,14 @@ def run_program(*arguments, cwd=ROOT):
   )
 
 
+@pytest.mark.long
 def test_program_says_what_is_mistyped_without_a_trace(path):
   done = run_program("-m", "grpo_jax.main", f"--config={path}", "--config.loss.clp_low=0.3")
   assert (done.returncode, done.stdout) == (2, "")
   assert done.stderr.startswith("error: --config.loss.clp_low") and "clip_low'?" in done.stderr
 
 
+@pytest.mark.long
 def test_mistakes_are_found_before_jax_is_imported(path):
   code = (
     "import sys; from grpo_jax import main\n"
@@ -143,6 +145,7 @@ def raise_one(number):
   return stop.exit_code, [signal.getsignal(each) for each in interrupts.ASKING] == before, lines[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
@@ -160,12 +163,14 @@ def signalled_while(where, number, *flags):
     return main.main(list(flags)), runs.calls
 
 
+@pytest.mark.long
 def test_stopped_run_reports_the_signal_and_how_to_continue(path, tmp_path, own_process):
   flags = [f"--config={path}", f"--workdir={tmp_path / 'w'}"]
   assert own_process(signalled_while, "train", signal.SIGTERM, *flags) == [143, []]
   assert f"--workdir={tmp_path / 'w'} continues" in own_process.log.read_text()
 
 
+@pytest.mark.long
 def test_stopped_before_the_run_begins_leaves_nothing(path, tmp_path, own_process):
   flags = [f"--config={path}", f"--workdir={tmp_path / 'w'}"]
   assert own_process(signalled_while, "validate", signal.SIGINT, *flags) == [130, []]

@@ -139,6 +139,7 @@ def documented():
   return code, [flag for flag in command if flag.startswith("--config.")]
 
 
+@pytest.mark.long
 def test_the_documented_example_runs_from_the_command_line(
   make_config, tmp_path, monkeypatch, capsys
 ):

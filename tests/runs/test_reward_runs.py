@@ -141,6 +141,7 @@ def test_a_run_outlives_a_server_that_stumbles_and_hides_the_key(made, tmp_path,
   assert not [path for path in files if b"sk-secret" in path.read_bytes()]
 
 
+@pytest.mark.long
 def test_a_server_that_is_gone_stops_the_run_with_the_reason(made, tmp_path, capsys):
   settings = "backoff_s=0.0, retries=1, max_failed_calls=4, concurrency=2"
   with serving(answer({"error": "gone for good"}, 500)) as server:

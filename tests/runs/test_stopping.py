@@ -155,6 +155,7 @@ def test_sigterm_while_a_rollout_is_scored_saves_at_once_and_the_run_ends_bit_fo
   assert_same_end(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.long
 def test_sigterm_in_an_evaluation_repeats_it_when_the_run_continues(
   arguments, undisturbed, tmp_path, own_process
 ):
@@ -180,6 +181,7 @@ def interrupt_a_call(flags, workdir):
   return False
 
 
+@pytest.mark.long
 def test_keyboard_interrupt_in_a_notebook_saves_what_was_learned(
   arguments, undisturbed, tmp_path, own_process
 ):
@@ -211,6 +213,7 @@ def end_while_computing(flags, workdir):
     return main.main(flags), seen
 
 
+@pytest.mark.long
 def test_a_save_starts_while_the_main_thread_computes(arguments, tmp_path, own_process):
   """A signal's handler would run only when the computation returns; a thread does not wait."""
   code, seen = own_process(end_while_computing, arguments(), tmp_path / "run")
@@ -254,6 +257,7 @@ def names_in(folder):
   return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
 
 
+@pytest.mark.long
 def test_what_a_run_without_checkpoints_has_written_is_set_aside(
   arguments, undisturbed, tmp_path, capsys
 ):
@@ -276,6 +280,7 @@ def test_a_folder_without_a_learned_step_is_not_an_earlier_run(tmp_path):
   assert names_in(tmp_path) == ["config.json", "metrics.jsonl"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("harm", "reason"),
   [
@@ -370,6 +375,7 @@ def test_a_folder_that_a_living_process_fills_is_not_a_leftover(tmp_path):
   assert names_in(tmp_path) == ["export", "export/weights"]
 
 
+@pytest.mark.long
 def test_a_run_whose_data_end_evaluates_and_exports(arguments, tmp_path, capsys):
   assert main.main(arguments(total_steps=50, data__epochs=1, evaluation__every_steps=0)) == 0
   said = capsys.readouterr().out
@@ -381,6 +387,7 @@ def test_a_run_whose_data_end_evaluates_and_exports(arguments, tmp_path, capsys)
 # --- what the disk does not take ---
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts/step_000001.jsonl", "report.html"])
 def test_a_file_that_cannot_be_written_is_one_message(
   name, arguments, tmp_path, monkeypatch, capfd
@@ -433,6 +440,7 @@ pathlib.Path(sys.argv[2]).write_text("the end")
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["| head -2", ">/dev/full", "2>&1 | head -1", ">&-", ">&- 2>&-"])
 def test_a_run_outlives_the_reader_of_its_output(how, tmp_path):
   log, end = tmp_path / "output.log", tmp_path / "end"

@@ -66,6 +66,7 @@ def test_a_run_with_declared_tools_learns_from_the_calls_it_sampled(tmp_path, mo
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("overrides", "reason"),
   [

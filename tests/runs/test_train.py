@@ -187,6 +187,7 @@ def rollouts_of_the_first_step(workdir):
   return [json.loads(line) for line in lines]
 
 
+@pytest.mark.long
 def test_recorded_rollouts_hold_the_trainers_logprobs_beside_the_engines(plain):
   records = rollouts_of_the_first_step(plain)
   assert len(records) == 3 * 8
@@ -213,6 +214,7 @@ def test_the_reward_rises(make_config, tmp_path):
   assert np.mean(rewards[-3:]) > 0.5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("lines", "looks"), [(0, 0), (1, 1), (2, 0)], ids=["at_once", "later", "before_evaluating"]
 )
@@ -264,6 +266,7 @@ def test_a_finished_run_with_more_steps_continues(make_config, plain, tmp_path):
   assert_same_weights(tmp_path, plain)
 
 
+@pytest.mark.long
 def test_other_seeds_give_other_runs(make_config, plain, tmp_path):
   config = make_config(total_steps=1)
   config.seed += 1
@@ -275,6 +278,7 @@ def test_other_seeds_give_other_runs(make_config, plain, tmp_path):
   assert one != other
 
 
+@pytest.mark.long
 def test_drift_and_entropy_of_all_completions_are_known_without_a_kl_in_the_loss(plain):
   assert "NOTHING TO LEARN" not in (plain / "report.html").read_text()
   first, second, last = reported(plain)[:3]
@@ -288,6 +292,7 @@ def test_drift_and_entropy_of_all_completions_are_known_without_a_kl_in_the_loss
   assert first["rollout/behavior_entropy"] == pytest.approx(first["all/approx_entropy"], rel=1e-4)
 
 
+@pytest.mark.long
 def test_steps_without_signal_change_nothing_and_are_counted(make_config, model, tmp_path, capsys):
   config = make_config(reward="constant", total_steps=2)
   train.train(config, tmp_path)
@@ -339,6 +344,7 @@ def test_the_run_ends_with_the_data(make_config, tmp_path, capsys):
   assert len([row for row in reported(tmp_path) if "rollout/prompts" in row]) == 8  # 23 rows, by 3.
 
 
+@pytest.mark.long
 def test_on_one_update_per_batch_the_ratio_is_one(plain):
   rows = [row for row in reported(plain) if "train/ratio_min" in row]
   assert rows
@@ -355,6 +361,7 @@ def test_later_updates_on_a_batch_see_the_logprobs_from_before_the_first(make_co
   assert row["mismatch/abs_logprob_max"] < 1e-5  # old against behavior: the first policy's.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "options",
   [
@@ -464,6 +471,7 @@ def test_completions_beyond_the_models_context_are_refused_at_the_start(
     train.train(config, tmp_path)
 
 
+@pytest.mark.long
 def test_a_broken_row_stops_the_run_with_its_place(make_config, rows, tmp_path):
   broken = tmp_path / "broken.jsonl"
   broken.write_text(rows.read_text().replace('"6 + 6"', "6 + 6"))

@@ -43,6 +43,7 @@ def lines(workdir):
   return [metrics.reproducible(json.loads(line)) for line in text.splitlines()]
 
 
+@pytest.mark.long
 def test_gsm8k_trains_from_its_file_with_one_command(tmp_path, model):
   arguments = {
     "config": pathlib.Path(configs.gsm8k.__file__),

@@ -354,6 +354,7 @@ def test_endless_model_needs_a_token_to_spare(tmp_path):
     workloads.write_endless_model(source, tmp_path / "endless")
 
 
+@pytest.mark.long
 def test_memory_of_a_process_includes_its_children(tmp_path):
   hold = "import time; held = bytearray(60 << 20); time.sleep(1.0)"
   start_another = f"import subprocess, sys; c = subprocess.Popen([sys.executable, '-c', {hold!r}])"
@@ -374,6 +375,7 @@ def test_a_failed_program_is_reported_with_the_end_of_its_output(tmp_path):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("remat, recomputed", [("full", 8), ("dots", 2), ("none", 0)])
 def test_a_profile_distinguishes_the_parts_of_an_update(remat, recomputed):
   """A layer has 9 products, and 18 in its backward pass; "full" computes all but the last again."""

@@ -103,6 +103,7 @@ def test_make_says_it_before_anything_is_made(bare, tmp_path):
   assert not folder.exists()
 
 
+@pytest.mark.long
 def test_pip_says_it_unless_it_leaves_the_dependencies_out(bare, tmp_path):
   pytest.importorskip("setuptools")
   python, environment = bare

@@ -334,6 +334,7 @@ def run(tmp_path, monkeypatch):
   return run
 
 
+@pytest.mark.long
 def test_a_part_that_fails_leaves_the_others_whole(run):
   kinds = ("raises", "memory", "killed", "exits", "skipped")
   parts = [planted("first"), *map(planted, kinds), planted("hangs", limit_s=2.0), planted("last")]
@@ -358,6 +359,7 @@ def test_a_part_that_fails_leaves_the_others_whole(run):
   assert all(f"  {name}: " in summary.text(result) for name in failed)
 
 
+@pytest.mark.long
 def test_the_processes_of_a_part_that_hangs_are_gone(run, tmp_path):
   run(planted("hangs", limit_s=1.5))
   listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
@@ -560,6 +562,7 @@ def test_what_to_carry_is_the_closure_of_the_requirements():
   assert found == ["grpo-jax", "jax", "numpy", "some-thing", "speed"]
 
 
+@pytest.mark.long
 def test_packages_that_are_there_are_left_out():
   listed = "# list\nJAX==0.11.2\nml_dtypes @ file:///x\nnumpy   2.0\n\n-e ."
   assert wheels.names_in(listed) == {"jax", "ml-dtypes", "numpy"}

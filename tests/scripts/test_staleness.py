@@ -9,6 +9,7 @@ from grpo_jax.config import command_line, configuration
 from scripts import staleness
 
 
+@pytest.mark.long
 def test_the_toy_task_is_valid_with_and_without_sampling_ahead(tmp_path):
   for k in (0, 8):
     flags = [*staleness.toy_flags(tmp_path), f"--config.rollout.max_staleness={k}"]

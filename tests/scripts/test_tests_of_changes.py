@@ -12,6 +12,7 @@ from tests.test_architecture import FLOORS, imports_of
 ROOT = pathlib.Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_a_room_is_tested_with_the_rooms_that_import_it():
   found = tests_of_changes.tests_of(["grpo_jax/rl/losses.py"])
   assert {"tests/rl", "tests/groups", "tests/learn", "tests/building"} <= {*found}
@@ -20,6 +21,7 @@ def test_a_room_is_tested_with_the_rooms_that_import_it():
   assert not {"tests/report", "tests/packages/grpo_sandbox", "tests/http", "notebooks"} & {*found}
 
 
+@pytest.mark.long
 def test_every_room_has_tests_that_import_it():
   """And no test file that imports a changed room is left out."""
   tests = sorted((ROOT / "tests").rglob("test_*.py"))
@@ -60,6 +62,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("changed, among", CASES.values(), ids=CASES)
 def test_other_files_have_their_tests(changed, among):
   found = tests_of_changes.tests_of(changed)
@@ -67,6 +70,7 @@ def test_other_files_have_their_tests(changed, among):
   assert all((ROOT / name).exists() for name in found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["pyproject.toml", "Makefile", "tests/conftest.py", ".ci/run"])
 def test_what_has_an_effect_on_everything_is_tested_by_everything(name, capsys):
   found = tests_of_changes.tests_of(["grpo_jax/rl/losses.py", name])
@@ -74,6 +78,7 @@ def test_what_has_an_effect_on_everything_is_tested_by_everything(name, capsys):
   assert capsys.readouterr().err == f"{name} may have an effect on everything\n"
 
 
+@pytest.mark.long
 def test_a_working_tree_is_compared_with_where_its_branch_began(tmp_path):
   """Committed, changed and new files count; ignored ones do not."""
 

@@ -361,6 +361,7 @@ def test_an_engine_that_fails_ends_the_step_with_its_error(schedule):
     collected(Broken(bigrams()), Agents(talk), prompts("a", "b"), schedule=schedule)
 
 
+@pytest.mark.long
 def test_an_agent_with_slow_tools_does_not_hold_up_the_others(monkeypatch):
   monkeypatch.setattr("grpo_jax.rollouts.agents.PATIENCE_S", 0.05)
   ended = []

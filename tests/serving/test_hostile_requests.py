@@ -148,6 +148,7 @@ async def sent(endpoint, data: bytes) -> bytes:
     writer.close()
 
 
+@pytest.mark.long
 def test_no_request_ends_the_run_or_shows_a_key(caplog, capfd):
   async def run():
     found = []

@@ -40,6 +40,7 @@ def test_arrays_take_as_much_as_those_of_a_real_state(kl_coef):
   assert arrays.beside("update") / count == pytest.approx(20 if kl_coef else 16, rel=0.001)
 
 
+@pytest.mark.long
 def test_the_optimizer_writes_in_place():
   run = run_of(TINY)
   (job,) = (job for job in run.jobs if programs.program_of(job.name) == "optimizer")

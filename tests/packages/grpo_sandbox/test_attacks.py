@@ -179,6 +179,7 @@ def test_time_out_kills(boxes, program):
   assert time.monotonic() - start < 5
 
 
+@pytest.mark.long
 def test_signals_cannot_be_used_to_survive_a_time_out(boxes):
   program = """
     import signal, time
@@ -190,6 +191,7 @@ def test_signals_cannot_be_used_to_survive_a_time_out(boxes):
   assert run(boxes, program, timeout_s=0.7).ending is Ending.TIMEOUT
 
 
+@pytest.mark.long
 def test_output_that_is_closed_does_not_hide_a_program_that_runs_on(boxes):
   program = "import os, time\nprint(42, flush=True)\nos.close(1)\ntime.sleep(60)"
   assert run(boxes, program, timeout_s=2.0).ending is Ending.TIMEOUT
@@ -683,6 +685,7 @@ def test_ordinary_work_succeeds_under_the_filter(boxes):
   assert output.text == "[(7,)]\n3\nNone\nTrue b'x'\nrang\n4096 True False\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_sandboxes_end_with_the_trainer_that_is_killed(kind, tmp_path):
   sandboxes.need(kind)

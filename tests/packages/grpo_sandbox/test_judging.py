@@ -542,6 +542,7 @@ def test_cases_of_data_count_one_by_one(boxes):
   assert check(boxes, in_class, cases=cases[:1]).is_correct
 
 
+@pytest.mark.long
 def test_time_out_counts_what_was_passed_before(boxes):
   test = "def check(candidate):\n" + "".join(f"  assert candidate({i}) == {i}\n" for i in (1, 0, 2))
   verdict = check(boxes, "def f(x):\n  while not x: pass\n  return x", test, timeout_s=1.0)
