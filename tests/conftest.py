@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import tempfile
 
 from tests import quick_compilation
@@ -11,6 +12,11 @@ from tests.own_process import Process, noticing, only_device
 
 # Tests of the real model start processes without these flags: what users run is optimised.
 os.environ.setdefault("XLA_FLAGS", quick_compilation.FLAGS)
+
+# A shell that starts a suite in the background has it ignore SIGINT, and so would the processes that
+# tests start, wait for and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+  signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What one test compiled, others do not compile again: neither in the workers of `pytest -n` nor in
 # processes that tests start. All inherit the folder from the first process, which removes it.
