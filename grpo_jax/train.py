@@ -17,7 +17,8 @@ from typing import Any
 
 import grpo_jax
 from grpo_jax import metrics, processes
-from grpo_jax.building.run import Config, TrainingRun, build
+from grpo_jax.building.run import TrainingRun, build
+from grpo_jax.config.configuration import AnyConfig
 from grpo_jax.config.run_options import validate
 from grpo_jax.engines.base import EngineFailure
 from grpo_jax.files import local_paths
@@ -32,14 +33,14 @@ __all__ = ["train", "validate"]
 
 
 def train(
-  config: Config, workdir: pathlib.Path, *, stop: Any = False, sinks: Sequence[Sink] = ()
+  config: AnyConfig, workdir: pathlib.Path, *, stop: Any = False, sinks: Sequence[Sink] = ()
 ) -> dict[str, float]:
   """Runs the training that `config` describes, from its newest checkpoint if there is one.
 
   Whatever ends it early, including a KeyboardInterrupt, it first saves what it has learned.
 
   Args:
-    config: Resolved and valid config; see grpo_jax/config/base.py.
+    config: Valid config, as `get_config` returns it or typed; see grpo_jax/config/base.py.
     workdir: Run folder.
     stop: Flag that becomes true when the run is asked to end; see `interrupts.Flag`.
     sinks: Open sinks that receive what the run records, after those of `logging.sinks`.

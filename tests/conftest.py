@@ -13,8 +13,8 @@ from tests.own_process import Process, noticing, only_device
 # Tests of the real model start processes without these flags: what users run is optimised.
 os.environ.setdefault("XLA_FLAGS", quick_compilation.FLAGS)
 
-# A shell that starts a suite in the background has it ignore SIGINT, and so would the processes that
-# tests start, wait for and interrupt.
+# A shell that starts a suite in the background has it ignore SIGINT, and so would the processes
+# that tests start, wait for and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
   signal.signal(signal.SIGINT, signal.default_int_handler)
 

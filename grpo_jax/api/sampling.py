@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from grpo_kernels.attention import Attention
-from ml_collections import ConfigDict
 
 from grpo_jax import data
 from grpo_jax.building import kept_programs, policy_model, stored, stored_engine, weights_spec
 from grpo_jax.config import configuration, device_options, lora_options, run_options
 from grpo_jax.config.configuration import ConfigError
-from grpo_jax.config.options import Config
 from grpo_jax.data import formats, prompts
 from grpo_jax.engines.base import Generation, GenerationRequest, SamplingParams
 from grpo_jax.engines.jax_sampler import JaxSampler
@@ -37,7 +35,7 @@ class Sampler:
   answered last.
   """
 
-  def __init__(self, workdir: pathlib.Path, config: ConfigDict | Config):
+  def __init__(self, workdir: pathlib.Path, config: configuration.AnyConfig):
     """Makes a sampler; nothing is loaded before it is needed.
 
     Args:

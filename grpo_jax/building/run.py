@@ -34,6 +34,7 @@ from grpo_jax.config import (
   modes,
   run_options,
 )
+from grpo_jax.config.configuration import AnyConfig
 from grpo_jax.config.options import Config
 from grpo_jax.engines import multihost
 from grpo_jax.engines.base import Engine
@@ -112,7 +113,7 @@ class TrainingRun:
 
 
 def build(
-  config: Config,
+  config: AnyConfig,
   workdir: pathlib.Path,
   stack: contextlib.ExitStack,
   stop: Any = False,

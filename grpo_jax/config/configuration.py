@@ -27,6 +27,7 @@ from grpo_jax.errors import ExpectedFailure
 from grpo_jax.files import atomic, local_paths, package_data
 from grpo_jax.values import json_numbers, json_text, names, options
 
+AnyConfig = ConfigDict | Config  # as users edit it, or as the code reads it.
 Rule = Callable[[Any], Iterable[str]]
 _METHODS = {name for name in dir(ConfigDict) if not name.startswith("_")}
 _MOST_OFFERED = 20  # files that a message lists.
@@ -83,7 +84,7 @@ def load(path: str | os.PathLike[str]) -> ConfigDict:
   return adopted
 
 
-def place_of(config: ConfigDict | Config, name: str) -> str:
+def place_of(config: AnyConfig, name: str) -> str:
   """Returns "file:line: " of the line of a configuration file that sets a field.
 
   The file, those that it loads, and those in its folder that it imports are searched for the name.
@@ -154,12 +155,12 @@ def by_name() -> list[str]:
   return [pathlib.Path(file).stem for file in present(_folder())]
 
 
-def typed(config: ConfigDict | Config) -> Config:
+def typed(config: AnyConfig) -> Config:
   """Returns a configuration in the form that everything behind the command line reads."""
   return config if isinstance(config, Config) else options.read(Config, as_dict(config))
 
 
-def as_dict(config: ConfigDict | Config) -> dict[str, Any]:
+def as_dict(config: AnyConfig) -> dict[str, Any]:
   """Returns the values as nested dicts, their names in alphabetical order."""
   is_typed = isinstance(config, Config)
   return _in_order(options.plain(config) if is_typed else _resolved(config))
@@ -174,7 +175,7 @@ def _in_order(section: Mapping[str, Any]) -> dict[str, Any]:
   return {name: _in_order(x) if isinstance(x, Mapping) else x for name, x in ordered}
 
 
-C = TypeVar("C", bound=ConfigDict | Config)
+C = TypeVar("C", bound=AnyConfig)
 
 
 def replaced(config: C, values: Mapping[str, Any]) -> C:
@@ -206,7 +207,7 @@ def fields(config: ConfigDict) -> dict[str, Any]:
   return dict(_walk(config, ""))
 
 
-def plain_fields(config: ConfigDict | Config) -> dict[str, Any]:
+def plain_fields(config: AnyConfig) -> dict[str, Any]:
   """Returns `fields`, with empty sections as plain dicts."""
   return dict(_walk(as_dict(config), ""))
 
@@ -252,7 +253,7 @@ def refusal(config: ConfigDict, name: str) -> str | None:
   return None
 
 
-def check(config: ConfigDict | Config, rules: Iterable[Rule]) -> None:
+def check(config: AnyConfig, rules: Iterable[Rule]) -> None:
   """Applies every rule and raises one ConfigError with all complaints.
 
   Args:
@@ -268,7 +269,7 @@ def check(config: ConfigDict | Config, rules: Iterable[Rule]) -> None:
     raise ConfigError(f"the configuration cannot work:{lines}")
 
 
-def to_json(config: ConfigDict | Config) -> dict[str, Any]:
+def to_json(config: AnyConfig) -> dict[str, Any]:
   """Returns the resolved values as strict JSON: tuples as lists, inf and nan as strings.
 
   Raises:
@@ -277,7 +278,7 @@ def to_json(config: ConfigDict | Config) -> dict[str, Any]:
   return {key: _plain(value, key) for key, value in as_dict(config).items()}
 
 
-def write(config: ConfigDict | Config, path: str | os.PathLike[str]) -> None:
+def write(config: AnyConfig, path: str | os.PathLike[str]) -> None:
   """Writes config.json atomically, on the main process.
 
   Raises:
@@ -308,7 +309,7 @@ class Differences:
 
 
 def differences(
-  stored: Mapping[str, Any], config: ConfigDict | Config, *, harmless: Sequence[str] = ()
+  stored: Mapping[str, Any], config: AnyConfig, *, harmless: Sequence[str] = ()
 ) -> Differences:
   """Compares a stored configuration with the present one.
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import optax
-from ml_collections import ConfigDict
 
 from grpo_jax import data, engines, environments
 from grpo_jax.compilation import accelerators, precision
@@ -54,7 +53,9 @@ _MAY_BE_REMOTE = re.compile(
 )
 
 
-def validate(config: ConfigDict | Config, *, devices: Sequence[Any] | None = None) -> Iterator[str]:
+def validate(
+  config: configuration.AnyConfig, *, devices: Sequence[Any] | None = None
+) -> Iterator[str]:
   """Yields a message for everything that cannot work, before a model is loaded.
 
   A field with an invalid value does not hide problems of other fields: the rules are tried with
@@ -85,7 +86,7 @@ def validate(config: ConfigDict | Config, *, devices: Sequence[Any] | None = Non
       yield complaint
 
 
-def missing(config: ConfigDict | Config) -> str:
+def missing(config: configuration.AnyConfig) -> str:
   """Returns a message that names the sections that a config lacks; "" if it has all."""
   sections = {name.partition(".")[0] for name in OPTIONS}
   lacking = sorted(sections - {*configuration.as_dict(config)})
@@ -371,7 +372,7 @@ def evaluation_sampling(config: Config) -> SamplingOptions:
   return dataclasses.replace(config.sampling, **{"logprobs": "full", **own})
 
 
-def resolved(config: ConfigDict | Config) -> Config:
+def resolved(config: configuration.AnyConfig) -> Config:
   """Returns a copy of the config in which the loss's defaults replace None, and the options of an
   adapter that is read replace the defaults.
 

@@ -7,12 +7,13 @@ disk a step is complete once its folder has its final name.
 import pathlib
 import shutil
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from grpo_jax.files import atomic, manifest
 from grpo_jax.run_folder import stored_leaves, stored_steps
 
 
+@runtime_checkable
 class Folders(Protocol):
   """Where the checkpoints of a run are. The main process alone changes what is there."""
 

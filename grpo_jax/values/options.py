@@ -83,7 +83,7 @@ def section(cls: type[T], meaning: str) -> T:
 
 def differences(
   cls: type, meaning: str, listed: tuple[str, ...], also: tuple[str, ...] = ()
-) -> Mapping[str, Any]:
+) -> Any:
   """Declares a field as the options that differ from another section; None: as it is there.
 
   Args:
@@ -95,7 +95,7 @@ def differences(
   return _field(dict.fromkeys(listed), Section(cls, meaning, listed=listed, also=also))
 
 
-def named(name: str, cls: type, meaning: str) -> Mapping[str, Mapping[str, Any]]:
+def named(name: str, cls: type, meaning: str) -> Any:
   """Declares a field as sections that a user names; one of them is there by default.
 
   Args:
