@@ -12,7 +12,7 @@ from grpo_jax.config.configuration import typed
 from grpo_jax.models import loading, lora, tiny, transformer
 from grpo_jax.run_folder import checkpointing
 
-LORA = lora.Options(3, 5.0, ("q", "v", "down"), base_dtype="float32")
+LORA = lora.AdapterOptions(3, 5.0, ("q", "v", "down"), base_dtype="float32")
 ACCURACY = "eval/heldout/accuracy"
 
 

@@ -12,7 +12,7 @@ from grpo_jax.building.training_mode import KeepGroups, ModeDependencies, ModeFu
 from grpo_jax.compilation.programs import CompileJob
 from grpo_jax.config import batching_options, configuration, modes, run_options
 from grpo_jax.config.options import Config
-from grpo_jax.data.group_options import Options
+from grpo_jax.data.group_options import RecordedOptions
 from grpo_jax.data.groups import GroupDataset
 from grpo_jax.engines.base import Engine
 from grpo_jax.engines.none import NoEngine
@@ -111,7 +111,7 @@ def _opener(config: Config) -> Callable[..., GroupDataset]:
   """Returns a function that opens a dataset once; it replaces `data.open_dataset`."""
   opened: dict[str, GroupDataset] = {}
   settings = {
-    "options": Options(**options.values(config.offline)),
+    "options": RecordedOptions(**options.values(config.offline)),
     "on_error": config.data.on_error,
     "max_tokens": batching_options.longest_sequence(config),
   }

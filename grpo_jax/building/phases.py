@@ -25,7 +25,7 @@ from grpo_jax.metrics import timing
 from grpo_jax.models import adapter_files, export, loading, lora, parameter_reading
 from grpo_jax.processes import arrays
 from grpo_jax.rl.estimators import Estimator
-from grpo_jax.rl.objective_options import Options
+from grpo_jax.rl.objective_options import ResolvedOptions
 from grpo_jax.run_folder import console, workdirs
 from grpo_jax.run_folder.evaluation_log import EvaluationLog
 from grpo_jax.run_folder.loggers import Logger
@@ -72,7 +72,7 @@ def score(
   needs_ref: bool,
   policy: Policy,
   estimator: Estimator,
-  options: Options,
+  options: ResolvedOptions,
   mesh: Mesh,
   logger: Logger,
   teacher: Callable[[Minibatches], Sequence[Sequence[Any]]] | None = None,
@@ -260,7 +260,7 @@ def publish(
   is_offline: bool,
   has_sets: bool,
   logger: Logger,
-  adapter: lora.Options | None = None,
+  adapter: lora.AdapterOptions | None = None,
   measure: Callable[[Any], Metrics] | None = None,
   base: str = "",
   templates: Callable[[], Mapping[str, str]] = dict,

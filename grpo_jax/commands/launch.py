@@ -44,7 +44,7 @@ NOISE = (b"[Gloo] ",)
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class LaunchArguments:
   """Options of the command."""
 
   processes: int
@@ -52,7 +52,7 @@ class Options:
   arguments: tuple[str, ...]  # of the training.
 
 
-def parse(words: Sequence[str]) -> Options:
+def parse(words: Sequence[str]) -> LaunchArguments:
   """Reads the arguments of the command.
 
   Raises:
@@ -84,7 +84,7 @@ def parse(words: Sequence[str]) -> Options:
       if name in joined:
         raise WrongUse(f"--config.distributed.{name} is set by launch itself")
   devices = int(given["--devices"]) if "--devices" in given else None
-  return Options(int(given["--processes"]), devices, tuple(rest))
+  return LaunchArguments(int(given["--processes"]), devices, tuple(rest))
 
 
 def main(words: Sequence[str]) -> int:
@@ -97,7 +97,7 @@ def main(words: Sequence[str]) -> int:
 class Processes:
   """The processes of a run on this machine; leaving the block kills what is still running."""
 
-  def __init__(self, options: Options):
+  def __init__(self, options: LaunchArguments):
     self._options = options
     self._processes: list[subprocess.Popen[bytes]] = []
     self._readers: list[threading.Thread] = []

@@ -17,7 +17,7 @@ _USUAL = options.values(LoraOptions())
 _OF_FOLDER = ("rank", "targets", "alpha", "rank_stabilized")
 
 
-def load(config: Config) -> lora.Options | None:
+def load(config: Config) -> lora.AdapterOptions | None:
   """Returns the options of the adapter; None: every weight is trained.
 
   Raises:
@@ -30,7 +30,7 @@ def load(config: Config) -> lora.Options | None:
   return None if section.rank is None else _given(section, section.rank)
 
 
-def of_stored(config: Config) -> lora.Options | None:
+def of_stored(config: Config) -> lora.AdapterOptions | None:
   """Returns the same as `load` of the config in a run folder, which is resolved.
 
   The folder of `model.lora.path` is not read; it may be gone.
@@ -105,9 +105,9 @@ def _never_read(config: Config) -> Iterator[str]:
       )
 
 
-def _given(section: LoraOptions, rank: int) -> lora.Options:
+def _given(section: LoraOptions, rank: int) -> lora.AdapterOptions:
   """Returns the options as the config has them."""
-  return lora.Options(
+  return lora.AdapterOptions(
     rank=rank,
     alpha=float(section.alpha),
     targets=lora.targets(_plain(section.targets)),
@@ -116,7 +116,7 @@ def _given(section: LoraOptions, rank: int) -> lora.Options:
   )
 
 
-def _of_folder(section: LoraOptions, path: str) -> lora.Options:
+def _of_folder(section: LoraOptions, path: str) -> lora.AdapterOptions:
   """Returns the options of the adapter in `model.lora.path`, with the dtype that the config has.
 
   Raises:
@@ -145,7 +145,7 @@ def _of_folder(section: LoraOptions, path: str) -> lora.Options:
   return dataclasses.replace(found, base_dtype=section.base_dtype)
 
 
-def _contradictions(section: Any, found: lora.Options) -> Iterator[str]:
+def _contradictions(section: Any, found: lora.AdapterOptions) -> Iterator[str]:
   """Yields the options that a user has set and that the adapter of a folder does not have."""
   if section.rank is not None and section.rank != found.rank:
     yield f"model.lora.rank={section.rank}, but the adapter has rank {found.rank}"

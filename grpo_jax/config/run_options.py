@@ -122,7 +122,7 @@ def _broken_rules(config: Config, devices: Sequence[Any] | None) -> Iterator[str
   yield from _refused(lambda: optimizer(config))
   if config.sampling.temperature <= 0:
     yield "sampling.temperature must be above 0: greedy completions do not explore"
-  yield from _refused(lambda: group_options.Options(**options.values(config.offline)))
+  yield from _refused(lambda: group_options.RecordedOptions(**options.values(config.offline)))
   is_offline = modes.is_offline(config)
   if is_offline:
     yield from modes.problems(config)

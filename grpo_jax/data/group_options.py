@@ -13,7 +13,7 @@ from grpo_jax.values import options
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(OfflineOptions):
+class RecordedOptions(OfflineOptions):
   """How recorded attempts are read, rewarded and compared, checked when made."""
 
   def __post_init__(self):

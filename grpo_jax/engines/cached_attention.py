@@ -13,7 +13,7 @@ from grpo_kernels.attention import parts
 from grpo_kernels.attention.parts import Partial
 from jaxtyping import Array, Float, Int
 
-from grpo_jax.engines.sampler_inputs import Options, Pieces, RowStates
+from grpo_jax.engines.sampler_inputs import Pieces, ProgramOptions, RowStates
 
 # Columns of the ring that one round of a loop reads when many tokens attend to them.
 _COLUMNS_AT_ONCE = 1024
@@ -36,7 +36,7 @@ def over_tiles(
   pages: tuple[Array, Array],
   rows: RowStates,
   first: Int[Array, " R"] | None,
-  options: Options,
+  options: ProgramOptions,
 ) -> Partial:
   """Adds the attention of rows that share their prompts to these prompts.
 
@@ -89,7 +89,7 @@ def over_pages(
   tables: Int[Array, "B W"],
   lengths: Int[Array, " B"],
   first: Int[Array, "B m"] | None,
-  options: Options,
+  options: ProgramOptions,
 ) -> Partial:
   """Adds attention to the first `lengths` tokens of the pages that `tables` lists.
 
@@ -124,7 +124,7 @@ def over_ring(
   step: Int[Array, ""],
   lengths: Int[Array, " R"],
   window: int | None,
-  options: Options,
+  options: ProgramOptions,
 ) -> Partial:
   """Attends to the last `lengths` + 1 columns of the ring, up to the column of the step.
 
@@ -161,7 +161,7 @@ def over_past(
   ring: tuple[Array, Array],
   pieces: Pieces,
   first: Int[Array, "S m"] | None,
-  options: Options,
+  options: ProgramOptions,
 ) -> Partial:
   """Adds attention to the first `past` tokens of each piece's row in the ring.
 

@@ -66,7 +66,7 @@ class Programs:
   def jobs(
     self,
     weights: Any,
-    options: sampler_inputs.Options,
+    options: sampler_inputs.ProgramOptions,
     sizes: SamplerSizes,
     *,
     reads_again: bool = False,
@@ -104,7 +104,7 @@ def _layout(sizes: SamplerSizes) -> dict[str, int]:
   return {"tokens": sizes.prefill, "piece": sizes.piece, "table": sizes.table}
 
 
-def caches(options: sampler_inputs.Options, sizes: SamplerSizes) -> tuple[Any, Any]:
+def caches(options: sampler_inputs.ProgramOptions, sizes: SamplerSizes) -> tuple[Any, Any]:
   """Returns shapes, dtypes and shardings of the ring and of the pages.
 
   Args:
@@ -129,7 +129,7 @@ class ContinuousBatcher:
 
   def __init__(
     self,
-    options: sampler_inputs.Options,
+    options: sampler_inputs.ProgramOptions,
     *,
     sizes: SamplerSizes,
     decode_text: stopping.Decode | None,

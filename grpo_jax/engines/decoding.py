@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from grpo_jax.compilation import precision
 from grpo_jax.engines import cached_attention, kv_cache, sampler_weights, sampling
 from grpo_jax.engines.kv_cache import Cache
-from grpo_jax.engines.sampler_inputs import Options, Pieces, PrefillChunk, RowStates
+from grpo_jax.engines.sampler_inputs import Pieces, PrefillChunk, ProgramOptions, RowStates
 from grpo_jax.engines.sampler_weights import SamplerWeights
 from grpo_jax.models import layers
 from grpo_jax.models.config import ModelConfig
@@ -30,7 +30,9 @@ from grpo_jax.models.products import Products
 _LayerCache = TypeVar("_LayerCache")
 
 
-def prefill(weights: SamplerWeights, cache: Cache, chunk: PrefillChunk, options: Options) -> Cache:
+def prefill(
+  weights: SamplerWeights, cache: Cache, chunk: PrefillChunk, options: ProgramOptions
+) -> Cache:
   """Computes keys and values of a chunk of prompts and writes them into their pages.
 
   Each token is a row of its own. On a mesh tokens are split as the rows of a batch are, weights are
@@ -65,7 +67,7 @@ def prefill(weights: SamplerWeights, cache: Cache, chunk: PrefillChunk, options:
 
 
 def read_again(
-  weights: SamplerWeights, prompts: Cache, own: Cache, pieces: Pieces, options: Options
+  weights: SamplerWeights, prompts: Cache, own: Cache, pieces: Pieces, options: ProgramOptions
 ) -> Cache:
   """Computes keys and values of sampled tokens again, in their columns of the ring.
 
@@ -123,7 +125,7 @@ def _read(
   taken: PrefillChunk | Pieces,
   write: Callable[[_LayerCache, Array, Array], _LayerCache],
   before: Callable[..., Partial],
-  options: Options,
+  options: ProgramOptions,
 ) -> list[_LayerCache]:
   """Feeds many tokens at once to the model, and writes their keys and values into a cache.
 
@@ -173,7 +175,7 @@ def _before(
   tables: Int[Array, "1 W"],
   lengths: Int[Array, " 1"],
   first: Int[Array, " T"] | None,
-  options: Options,
+  options: ProgramOptions,
 ) -> Partial:
   """Returns the attention of a row's tokens to the tokens of pages; [1 T H]."""
   asked = parts.by_kv_head(parts.scaled(q, kv_heads))
@@ -186,7 +188,7 @@ def _before(
   return parts.by_token(found, q.shape[2])
 
 
-def _prefill_products(options: Options) -> Products:
+def _prefill_products(options: ProgramOptions) -> Products:
   """Returns how a prefill computes products: it has many tokens, so weights move to them.
 
   A decode step has few rows, so there the compiler leaves weights where they are and adds up
@@ -202,7 +204,7 @@ def decode(
   own: Cache,
   rows: RowStates,
   leave_at: Int[Array, ""],
-  options: Options,
+  options: ProgramOptions,
 ) -> tuple[Cache, Int[Array, "R chunk"], Float[Array, "R chunk"]]:
   """Runs decode steps until the chunk is full or at most `leave_at` rows are unfinished.
 
@@ -257,7 +259,7 @@ def decode_step(
   lengths: Int[Array, " R"],
   number: Int[Array, ""],
   rows: RowStates,
-  options: Options,
+  options: ProgramOptions,
 ) -> tuple[Float[Array, "R V"], Cache]:
   """Feeds one token of every row to the model.
 
@@ -310,7 +312,7 @@ def decode_step(
 
 
 def _drawn(
-  logits: Float[Array, "R V"], lengths: Int[Array, " R"], rows: RowStates, options: Options
+  logits: Float[Array, "R V"], lengths: Int[Array, " R"], rows: RowStates, options: ProgramOptions
 ) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
   """Samples a token for every row; filters are computed only if a row has any."""
   filters = (jnp.asarray(rows.top_k), jnp.asarray(rows.top_p), jnp.asarray(rows.min_p))

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from grpo_jax.engines import probe
-from grpo_jax.engines.server import FleetError, Options, Server, ServerLost, WeightsVersion
+from grpo_jax.engines.server import FleetError, FleetOptions, Server, ServerLost, WeightsVersion
 from grpo_jax.engines.server_process import ServerError, ServerProcess
 from grpo_jax.engines.sglang_client import Client
 from grpo_jax.http.client import JsonClient
@@ -46,7 +46,7 @@ class FleetListener(Protocol):
 class Fleet:
   """All servers of a run. Its methods are called in one event loop."""
 
-  def __init__(self, options: Options, listener: FleetListener):
+  def __init__(self, options: FleetOptions, listener: FleetListener):
     """Makes the fleet; `start` begins its work."""
     self._options = options
     self._listener = listener

@@ -122,7 +122,7 @@ class JaxSampler:
     self._max_rows = max_rows
     self._max_length = max_length or config.max_position_embeddings
     self._warn_of_truncation = warn_of_truncation and not report_truncated_logprobs
-    self._options = sampler_inputs.Options(
+    self._options = sampler_inputs.ProgramOptions(
       config=config,
       products=Products(compute_dtype, product_dtype),
       chunk=chunk_tokens,
@@ -363,7 +363,7 @@ class JaxSampler:
     for call in closed_upon:
       call.fail(RuntimeError("the engine was closed"))
 
-  def _session_for(self, options: sampler_inputs.Options) -> ContinuousBatcher:
+  def _session_for(self, options: sampler_inputs.ProgramOptions) -> ContinuousBatcher:
     """Returns the current session; a new one if it is idle and its options have changed."""
     session = self._session
     if session is None or (session.is_idle and session.options != options):
@@ -415,7 +415,7 @@ def _check_sizes(
 
 def _sizes(
   max_rows: int,
-  options: sampler_inputs.Options,
+  options: sampler_inputs.ProgramOptions,
   prompt_tokens: int | None,
   completion_tokens: int | None,
   long_prompts: int | None,

@@ -20,20 +20,20 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from grpo_jax.engines.sampler_inputs import Options, RowStates
+from grpo_jax.engines.sampler_inputs import ProgramOptions, RowStates
 
 # Keys and values of every layer. Pages: [N K T E] each. Ring: [M R K E C] and [M R K C E], because
 # products of a single query are sums over columns, which are fastest in these layouts.
 Cache = list[tuple[Array, Array]]
 
 
-def token_bytes(options: Options) -> int:
+def token_bytes(options: ProgramOptions) -> int:
   """Returns the bytes of the keys and values of one token."""
   config, dtype = options.config, options.products.compute_dtype
   return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
-def empty_ring(blocks: int, rows: int, length: int, options: Options) -> Cache:
+def empty_ring(blocks: int, rows: int, length: int, options: ProgramOptions) -> Cache:
   """Returns a ring of zeros: `blocks` blocks of `length` columns, for `rows` rows."""
   config, dtype = options.config, options.products.compute_dtype
   keys = (blocks, rows, config.num_kv_heads, config.head_dim, length)
@@ -42,7 +42,7 @@ def empty_ring(blocks: int, rows: int, length: int, options: Options) -> Cache:
   return [(make(keys), make(values)) for _ in range(config.num_layers)]
 
 
-def empty_pages(count: int, length: int, options: Options) -> Cache:
+def empty_pages(count: int, length: int, options: ProgramOptions) -> Cache:
   """Returns `count` pages of zeros, each for `length` tokens."""
   config = options.config
   shape = (count, config.num_kv_heads, length, config.head_dim)
@@ -51,7 +51,7 @@ def empty_pages(count: int, length: int, options: Options) -> Cache:
 
 
 def resize(
-  cache: Cache, places: Int[Array, " n"], options: Options, *, row_axis: int | None = None
+  cache: Cache, places: Int[Array, " n"], options: ProgramOptions, *, row_axis: int | None = None
 ) -> Cache:
   """Returns the blocks of a ring, or the pages, at `places`."""
   one = lambda x: placed(jnp.take(x, places, axis=0), options, row_axis=row_axis)
@@ -63,7 +63,7 @@ def append(
   key: Float[Array, "R K E"],
   value: Float[Array, "R K E"],
   step: Int[Array, ""],
-  options: Options,
+  options: ProgramOptions,
 ) -> tuple[Array, Array]:
   """Writes one token of every row into the column of the step."""
   keys, values = ring
@@ -88,7 +88,7 @@ def moved(ring: Cache, rows: RowStates) -> Cache:
   return jax.lax.fori_loop(0, jnp.asarray(rows.num_moves), move, ring)
 
 
-def placed(cache: Array, options: Options, *, row_axis: int | None = None) -> Array:
+def placed(cache: Array, options: ProgramOptions, *, row_axis: int | None = None) -> Array:
   """Splits a cache's heads as the key projection is split, and rows over the other mesh axes.
 
   Queries are split the same way: otherwise the ring would move to them. Pages are copied to every

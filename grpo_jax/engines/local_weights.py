@@ -51,21 +51,23 @@ class Copies(Protocol):
     """Returns whether these parameters are like those that the copies were described for."""
     ...
 
-  def described(self, options: sampler_inputs.Options) -> sampler_weights.SamplerWeights:
+  def described(self, options: sampler_inputs.ProgramOptions) -> sampler_weights.SamplerWeights:
     """Returns shapes, dtypes and shardings of the copy."""
     ...
 
-  def jobs(self, options: sampler_inputs.Options) -> list[CompileJob]:
+  def jobs(self, options: sampler_inputs.ProgramOptions) -> list[CompileJob]:
     """Returns the compilations of the programs."""
     ...
 
   def __call__(
-    self, params: Any, options: sampler_inputs.Options
+    self, params: Any, options: sampler_inputs.ProgramOptions
   ) -> sampler_weights.SamplerWeights:
     """Returns the copy; none of its arrays is one of the parameters."""
     ...
 
-  def adapters(self, params: Any, options: sampler_inputs.Options) -> list[dict[str, Adapters]]:
+  def adapters(
+    self, params: Any, options: sampler_inputs.ProgramOptions
+  ) -> list[dict[str, Adapters]]:
     """Returns a copy of `sampler_weights.adapters`."""
     ...
 
@@ -73,7 +75,7 @@ class Copies(Protocol):
 class Gathering:
   """Copies the parameters to every process, as the sampler reads them."""
 
-  def __init__(self, params: Any, options: sampler_inputs.Options):
+  def __init__(self, params: Any, options: sampler_inputs.ProgramOptions):
     """Describes the copies.
 
     Args:
@@ -105,7 +107,7 @@ class Gathering:
     """Returns whether these parameters are like those that the copies were described for."""
     return _are_like(params, self._params)
 
-  def described(self, options: sampler_inputs.Options) -> sampler_weights.SamplerWeights:
+  def described(self, options: sampler_inputs.ProgramOptions) -> sampler_weights.SamplerWeights:
     """Returns shapes, dtypes and shardings of this process's copy.
 
     Args:
@@ -114,14 +116,14 @@ class Gathering:
     weights = self._tied(self._of_weights.described(self._params, options))
     return _with(weights, adapters=self._of_adapters.described(self._params, options))
 
-  def jobs(self, options: sampler_inputs.Options) -> list[CompileJob]:
+  def jobs(self, options: sampler_inputs.ProgramOptions) -> list[CompileJob]:
     """Returns the compilations of the programs."""
     weights = self._of_weights.job(self._params, options)
     has_adapters = bool(self._of_adapters.described(self._params, options))
     return [weights, *([self._of_adapters.job(self._params, options)] if has_adapters else ())]
 
   def __call__(
-    self, params: Any, options: sampler_inputs.Options
+    self, params: Any, options: sampler_inputs.ProgramOptions
   ) -> sampler_weights.SamplerWeights:
     """Returns this process's copy. All processes must call it, on their main threads.
 
@@ -132,7 +134,9 @@ class Gathering:
     weights = self._tied(self._of_weights(params, options))
     return dataclasses.replace(weights, adapters=self.adapters(params, options))
 
-  def adapters(self, params: Any, options: sampler_inputs.Options) -> list[dict[str, Adapters]]:
+  def adapters(
+    self, params: Any, options: sampler_inputs.ProgramOptions
+  ) -> list[dict[str, Adapters]]:
     """Returns this process's copy of `sampler_weights.adapters`, as `__call__` does that of all."""
     return self._of_adapters(params, options)
 
@@ -150,7 +154,7 @@ class Gathering:
 class Moving:
   """Copies the parameters to other devices of this process, as the sampler reads them."""
 
-  def __init__(self, params: Any, options: sampler_inputs.Options, devices: Sequence[Any]):
+  def __init__(self, params: Any, options: sampler_inputs.ProgramOptions, devices: Sequence[Any]):
     """Describes the copies.
 
     Args:
@@ -173,13 +177,13 @@ class Moving:
     self._layout = _Layout(self.local, is_tied=options.config.tie_embeddings)
     self._of_layer: Program | None = None
     # described for options.
-    self._copy: tuple[sampler_inputs.Options, sampler_weights.SamplerWeights] | None = None
+    self._copy: tuple[sampler_inputs.ProgramOptions, sampler_weights.SamplerWeights] | None = None
 
   def fits(self, params: Any) -> bool:
     """Returns whether these parameters are like those that the copies were described for."""
     return _are_like(params, self._params)
 
-  def described(self, options: sampler_inputs.Options) -> sampler_weights.SamplerWeights:
+  def described(self, options: sampler_inputs.ProgramOptions) -> sampler_weights.SamplerWeights:
     """Returns shapes, dtypes and shardings of the copy.
 
     Args:
@@ -189,7 +193,7 @@ class Moving:
       self._copy = options, self._describe(options)
     return self._copy[1]
 
-  def _describe(self, options: sampler_inputs.Options) -> sampler_weights.SamplerWeights:
+  def _describe(self, options: sampler_inputs.ProgramOptions) -> sampler_weights.SamplerWeights:
     shapes = jax.eval_shape(lambda params: _read(params, options), self._params)
     weights = self._placed(shapes, self._layout.weights(shapes))
     found = jax.eval_shape(lambda params: sampler_weights.adapters(params, options), self._params)
@@ -197,12 +201,12 @@ class Moving:
     adapters = self._placed(found, self._layout.adapters(found))
     return _with(weights, head=head, adapters=adapters)
 
-  def jobs(self, options: sampler_inputs.Options) -> list[CompileJob]:
+  def jobs(self, options: sampler_inputs.ProgramOptions) -> list[CompileJob]:
     """Returns the compilation of the program that makes a layer."""
     return [self._program_for(options).job(self._params, abstract(np.int32(0)))]
 
   def __call__(
-    self, params: Any, options: sampler_inputs.Options
+    self, params: Any, options: sampler_inputs.ProgramOptions
   ) -> sampler_weights.SamplerWeights:
     """Returns the copy.
 
@@ -231,7 +235,9 @@ class Moving:
       adapters=self.adapters(params, options),
     )
 
-  def adapters(self, params: Any, options: sampler_inputs.Options) -> list[dict[str, Adapters]]:
+  def adapters(
+    self, params: Any, options: sampler_inputs.ProgramOptions
+  ) -> list[dict[str, Adapters]]:
     """Returns the copy of `sampler_weights.adapters`, as `__call__` does that of all."""
     found = sampler_weights.adapters(params, options)
     like = self._placed(found, self._layout.adapters(found))
@@ -281,7 +287,7 @@ class Moving:
 
     return jax.tree.map(move, tree, like)
 
-  def _program_for(self, options: sampler_inputs.Options) -> Program:
+  def _program_for(self, options: sampler_inputs.ProgramOptions) -> Program:
     if self._of_layer is None:
       made = jax.jit(
         lambda params, number: sampler_weights.one_layer(params, number, options),
@@ -358,7 +364,7 @@ class _Layout:
     return [{name: partition(group) for name, group in each.items()} for each in adapters]
 
 
-def _read(params: Any, options: sampler_inputs.Options) -> sampler_weights.SamplerWeights:
+def _read(params: Any, options: sampler_inputs.ProgramOptions) -> sampler_weights.SamplerWeights:
   """Returns the weights without adapters and without a tied head.
 
   Every lookup rounds the embedding as this does.
@@ -387,25 +393,25 @@ class _Copier:
     self._specs = specs
     self._program: Program | None = None
 
-  def described(self, params: Any, options: sampler_inputs.Options) -> Any:
+  def described(self, params: Any, options: sampler_inputs.ProgramOptions) -> Any:
     """Returns shapes, dtypes and shardings of this process's copy."""
     shapes = self._shapes(params, options)
     place = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._part.own(spec))
     return jax.tree.map(place, shapes, self._specs(shapes))
 
-  def job(self, params: Any, options: sampler_inputs.Options) -> CompileJob:
+  def job(self, params: Any, options: sampler_inputs.ProgramOptions) -> CompileJob:
     """Returns the compilation of the program."""
     return self._program_for(params, options).job(params)
 
-  def __call__(self, params: Any, options: sampler_inputs.Options) -> Any:
+  def __call__(self, params: Any, options: sampler_inputs.ProgramOptions) -> Any:
     """Returns this process's copy."""
     copies = self._program_for(params, options)(params)
     return jax.tree.map(self._part.take, copies, self._specs(copies))
 
-  def _shapes(self, params: Any, options: sampler_inputs.Options) -> Any:
+  def _shapes(self, params: Any, options: sampler_inputs.ProgramOptions) -> Any:
     return jax.eval_shape(lambda params: self._read(params, options), params)
 
-  def _program_for(self, params: Any, options: sampler_inputs.Options) -> Program:
+  def _program_for(self, params: Any, options: sampler_inputs.ProgramOptions) -> Program:
     if self._program is None:
       shapes = self._shapes(params, options)
       placed = jax.tree.map(self._part.copies, self._specs(shapes))

@@ -46,7 +46,7 @@ def unchecked(cls: type[_Class], **fields: Any) -> _Class:
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class ProgramOptions:
   """Options that the programs are compiled for, in addition to shapes; hashable.
 
   Attributes:

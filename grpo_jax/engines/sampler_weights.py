@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from grpo_jax.engines.sampler_inputs import Options, as_tree, unchecked
+from grpo_jax.engines.sampler_inputs import ProgramOptions, as_tree, unchecked
 from grpo_jax.models import layers, lora, transformer
 from grpo_jax.models.products import (
   Adapters,
@@ -53,7 +53,7 @@ class SamplerWeights:
   adapters: list[dict[str, Adapters]] = dataclasses.field(default_factory=list)
 
 
-def split_layers(params: transformer.Params, options: Options) -> SamplerWeights:
+def split_layers(params: transformer.Params, options: ProgramOptions) -> SamplerWeights:
   """Makes the per-layer arrays from the stacked ones, once for every change of weights.
 
   Kernels are rounded to the compute dtype here and not at every token. The embedding, the final
@@ -73,7 +73,9 @@ def split_layers(params: transformer.Params, options: Options) -> SamplerWeights
   )
 
 
-def one_layer(params: transformer.Params, number: Any, options: Options) -> layers.LayerParams:
+def one_layer(
+  params: transformer.Params, number: Any, options: ProgramOptions
+) -> layers.LayerParams:
   """Returns one of the layers that `split_layers` makes; called inside of programs.
 
   Args:
@@ -86,7 +88,7 @@ def one_layer(params: transformer.Params, number: Any, options: Options) -> laye
   return _unstack(one, 1, options.products.compute_dtype, options.mesh is None)[0]
 
 
-def adapters(params: transformer.Params, options: Options) -> list[dict[str, Adapters]]:
+def adapters(params: transformer.Params, options: ProgramOptions) -> list[dict[str, Adapters]]:
   """Returns a copy of the adapters of each layer; empty unless `options.unmerged`.
 
   Args:
@@ -99,7 +101,7 @@ def adapters(params: transformer.Params, options: Options) -> list[dict[str, Ada
   return _unstack_adapters(found, options.config.num_layers, options.products.compute_dtype)
 
 
-def described(params: Any, options: Options) -> SamplerWeights:
+def described(params: Any, options: ProgramOptions) -> SamplerWeights:
   """Returns shapes, dtypes and shardings of what `split_layers` returns.
 
   Args:
@@ -144,14 +146,16 @@ def layer_params(weights: SamplerWeights, i: int, x: Array) -> layers.LayerParam
   return layer
 
 
-def _kernels(params: transformer.Params, options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
+def _kernels(
+  params: transformer.Params, options: ProgramOptions
+) -> tuple[dict[str, Any], dict[str, Any]]:
   """Returns the stacked leaves of layers that are copied, and quantised kernels."""
   stack = (lora.base_of(params) if options.unmerged else params)["layers"]
   quantized = {name: x for name, x in stack.items() if isinstance(x, Quantized)}
   return {name: x for name, x in stack.items() if name not in quantized}, quantized
 
 
-def _adapter_arrays(params: transformer.Params, options: Options) -> dict[str, LowRank]:
+def _adapter_arrays(params: transformer.Params, options: ProgramOptions) -> dict[str, LowRank]:
   """Returns the stacked adapters that stay apart from their kernels, without the kernels."""
   if not options.unmerged:
     return {}

@@ -90,7 +90,7 @@ class SamplerSizes:
     """Tokens of a piece of a completion that is read again; see `sampler_inputs.Pieces`."""
     return math.gcd(self.prefill, _PIECE)
 
-  def applied(self, options: sampler_inputs.Options) -> sampler_inputs.Options:
+  def applied(self, options: sampler_inputs.ProgramOptions) -> sampler_inputs.ProgramOptions:
     return dataclasses.replace(options, pages_at_once=self.at_once or self.table)
 
 

@@ -23,7 +23,7 @@ _PREFIX = "grpo_jax-"
 
 def completed(
   params: Mapping[str, Any], config: ModelConfig
-) -> tuple[dict[str, dict[str, Any]], lora.Options]:
+) -> tuple[dict[str, dict[str, Any]], lora.AdapterOptions]:
   """Returns the adapter of joined weights as it is written for servers, and its options.
 
   Args:
@@ -33,7 +33,7 @@ def completed(
   own = {name: x for name, x in params["layers"].items() if isinstance(x, LowRank)}
   first = next(iter(own.values()))
   rank = first.a.shape[-1]
-  options = lora.Options(rank=rank, alpha=first.scale * rank, targets=_joined(own))
+  options = lora.AdapterOptions(rank=rank, alpha=first.scale * rank, targets=_joined(own))
   zeros = lambda leaf: np.zeros(leaf.shape, np.float32)
   adapter = {
     name: {"a": own[name].a, "b": own[name].b}
@@ -57,7 +57,7 @@ def _joined(kernels: Iterable[str]) -> tuple[str, ...]:
   return tuple(kernel for kernel in lora.MODULES if kernel in own)
 
 
-def arguments(options: lora.Options) -> tuple[str, ...]:
+def arguments(options: lora.AdapterOptions) -> tuple[str, ...]:
   """Returns the arguments of a server that is launched for adapters."""
   return (
     "--enable-lora",
@@ -68,7 +68,7 @@ def arguments(options: lora.Options) -> tuple[str, ...]:
   )
 
 
-def refusal(info: Any, options: lora.Options) -> str | None:
+def refusal(info: Any, options: lora.AdapterOptions) -> str | None:
   """Returns why a server cannot serve the adapters of a run; None if it can.
 
   Args:

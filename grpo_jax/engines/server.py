@@ -60,7 +60,7 @@ class WeightsVersion:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class FleetOptions:
   """Servers of a fleet, and how long it waits for them."""
 
   addresses: tuple[str, ...] = SGLangOptions.addresses  # running servers; (): launch them.
@@ -68,7 +68,7 @@ class Options:
   servers: int = SGLangOptions.servers  # number of servers to launch.
   launch: LaunchOptions | None = None
   model_path: str = ""  # folder that launched servers start from.
-  adapter: lora.Options | None = None  # if servers are given adapters; None: all weights.
+  adapter: lora.AdapterOptions | None = None  # if servers are given adapters; None: all weights.
   key: str | None = dataclasses.field(default=None, repr=False)  # key of the servers' API.
   timeouts: Timeouts = Timeouts()
   start_timeout_s: float = SGLangOptions.start_timeout_s  # until a server is healthy.
@@ -86,7 +86,7 @@ class Server:
     index: int,
     *,
     number: int | None = None,
-    adapter: lora.Options | None = None,
+    adapter: lora.AdapterOptions | None = None,
   ):
     """Makes the state of a server.
 
@@ -165,7 +165,7 @@ class Server:
       await self._prepare_for_adapters(self._options)
     self.is_up = self.has_been_up = True
 
-  async def _prepare_for_adapters(self, options: lora.Options) -> None:
+  async def _prepare_for_adapters(self, options: lora.AdapterOptions) -> None:
     """Checks that a server can serve adapters, and drops those that earlier runs left on it.
 
     Raises:

@@ -39,7 +39,7 @@ from grpo_jax.engines.dispatch import CompletionJob, Dispatcher
 from grpo_jax.engines.fleet import Fleet
 from grpo_jax.engines.generate_call import GenerateCall
 from grpo_jax.engines.options import EngineOptions
-from grpo_jax.engines.server import Adapter, Options, WeightsVersion
+from grpo_jax.engines.server import Adapter, FleetOptions, WeightsVersion
 from grpo_jax.engines.sglang_options import SGLangOptions
 from grpo_jax.http.background import BackgroundLoop
 from grpo_jax.interrupts import Stopped
@@ -57,7 +57,7 @@ class SGLangEngine:
     self,
     config: ModelConfig,
     options: SGLangOptions,
-    fleet: Options,
+    fleet: FleetOptions,
     *,
     folders: transfer.WeightFolders,
     base_folder: pathlib.Path | None = None,
@@ -317,7 +317,7 @@ def make(
   attention: Attention = AUTOMATIC,
   num_valid_tokens: int | None = None,
   max_rows: int = EngineOptions.max_rows,
-  adapter: lora.Options | None = None,
+  adapter: lora.AdapterOptions | None = None,
   **options: Any,
 ) -> SGLangEngine:
   """Makes an `SGLangEngine`; what `engines.make("sglang", ...)` calls.
@@ -413,7 +413,7 @@ def _weights_folder(chosen: SGLangOptions, needed: int, *, workdir: pathlib.Path
   return transfer.fast_folder(needed, otherwise=workdir / "weights")
 
 
-def _version_bytes(config: ModelConfig, itemsize: int, adapter: lora.Options | None) -> int:
+def _version_bytes(config: ModelConfig, itemsize: int, adapter: lora.AdapterOptions | None) -> int:
   """Returns the size of a version in bytes: of an adapter, or of all weights if it is None."""
   if adapter is None:
     return itemsize * sum(math.prod(tensor.shape) for tensor in leaves.stored(config))
@@ -422,7 +422,7 @@ def _version_bytes(config: ModelConfig, itemsize: int, adapter: lora.Options | N
 
 
 def _is_base(
-  source: pathlib.Path, adapter: lora.Options, dtype: Any, chosen: SGLangOptions
+  source: pathlib.Path, adapter: lora.AdapterOptions, dtype: Any, chosen: SGLangOptions
 ) -> bool:
   """Returns whether the model's own folder is the base as the trainer has it.
 

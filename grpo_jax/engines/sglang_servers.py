@@ -14,7 +14,7 @@ from grpo_jax.engines import (
   served_adapter,
   server_process,
 )
-from grpo_jax.engines.server import Options
+from grpo_jax.engines.server import FleetOptions
 from grpo_jax.engines.server_process import LaunchOptions
 from grpo_jax.engines.sglang_client import Timeouts
 from grpo_jax.engines.sglang_options import SGLangOptions
@@ -92,7 +92,7 @@ def launch_options(
   products: str,
   max_rows: int,
   context_length: int,
-  adapter: lora.Options | None,
+  adapter: lora.AdapterOptions | None,
 ) -> LaunchOptions:
   """Returns how the servers of this process are started."""
   for_adapters = served_adapter.arguments(adapter) if adapter else ()
@@ -139,12 +139,12 @@ def fleet_options(
   model_path: str,
   key: str | None,
   products: str,
-  adapter: lora.Options | None,
-) -> Options:
+  adapter: lora.AdapterOptions | None,
+) -> FleetOptions:
   """Returns the options of the fleet; `products` decides how far the probe may be off."""
   tolerance = chosen.probe_tolerance
   given = _share(len(chosen.addresses))
-  return Options(
+  return FleetOptions(
     addresses=chosen.addresses[given.start : given.stop],
     first=launch.first if launch else given.start,
     servers=chosen.servers,

@@ -203,7 +203,11 @@ class WeightFolders:
       shares.fetch_rest()  # also if the disk is full: the others wait.
 
   def _fill_adapter(
-    self, scratch: pathlib.Path, tensors: Sequence[safetensors.ToWrite], *, options: lora.Options
+    self,
+    scratch: pathlib.Path,
+    tensors: Sequence[safetensors.ToWrite],
+    *,
+    options: lora.AdapterOptions,
   ) -> None:
     """Writes the files of an adapter on one process; the others take part in fetching it."""
     shares = _Shares(tensors, self._writers[:1])

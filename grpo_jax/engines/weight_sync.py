@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from grpo_jax.compilation.programs import CompileJob
 from grpo_jax.engines import local_weights, merge_rounding, sampler_weights
-from grpo_jax.engines.sampler_inputs import Options
+from grpo_jax.engines.sampler_inputs import ProgramOptions
 from grpo_jax.engines.sampler_weights import SamplerWeights
 from grpo_jax.models import lora
 
@@ -27,7 +27,7 @@ class SyncedWeights:
     sync_bytes: Bytes copied, if the parameters have an adapter.
   """
 
-  options: Options
+  options: ProgramOptions
   weights: SamplerWeights
   sync_bytes: int | None
 
@@ -40,7 +40,7 @@ class WeightSync:
 
   def __init__(
     self,
-    options: Options,
+    options: ProgramOptions,
     *,
     unmerged: bool | None,
     copy_weights: bool,
@@ -79,7 +79,7 @@ class WeightSync:
     synced = _bytes_beside(params, copies) if lora.has_adapter(params) else None
     return SyncedWeights(options, weights, synced)
 
-  def described(self, params: Any) -> tuple[SamplerWeights, Options]:
+  def described(self, params: Any) -> tuple[SamplerWeights, ProgramOptions]:
     """Returns shapes, dtypes and shardings of the weights, and the options for them.
 
     Args:
@@ -92,7 +92,7 @@ class WeightSync:
     options = self._options_for(gathering.local)
     return gathering.described(options), options
 
-  def jobs(self, params: Any, options: Options) -> list[CompileJob]:
+  def jobs(self, params: Any, options: ProgramOptions) -> list[CompileJob]:
     """Returns the compilations of what `copied` runs.
 
     Args:
@@ -113,7 +113,7 @@ class WeightSync:
     """Frees the copy of a base."""
     self._kept = None
 
-  def _options_for(self, params: Any) -> Options:
+  def _options_for(self, params: Any) -> ProgramOptions:
     """Returns the options for parameters on the devices of this process."""
     unmerged = self._unmerged
     if unmerged is None:
@@ -134,7 +134,7 @@ class WeightSync:
     return self._gathering
 
   def _copied(
-    self, params: Any, gathering: local_weights.Copies | None, options: Options
+    self, params: Any, gathering: local_weights.Copies | None, options: ProgramOptions
   ) -> tuple[SamplerWeights, Any]:
     """Returns the sampler's weights, and those of their arrays that are not an earlier copy."""
     if not options.unmerged:
@@ -152,7 +152,7 @@ class WeightSync:
     return dataclasses.replace(self._kept.weights, adapters=adapters), adapters
 
   def _copied_whole(
-    self, params: Any, gathering: local_weights.Copies | None, options: Options
+    self, params: Any, gathering: local_weights.Copies | None, options: ProgramOptions
   ) -> SamplerWeights:
     if gathering is not None:
       return gathering(params, options)
@@ -160,7 +160,7 @@ class WeightSync:
     return _with_own_arrays(weights) if self._copy_weights else weights
 
 
-def _with_sharding(options: Options, params: Any) -> Options:
+def _with_sharding(options: ProgramOptions, params: Any) -> ProgramOptions:
   """Splits the caches' heads over the mesh axes of the key projection, rows over the others."""
   sharding = params["layers"]["k"].sharding
   if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:

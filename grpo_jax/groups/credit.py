@@ -11,7 +11,7 @@ from grpo_jax.batching import Assembled, Minibatch
 from grpo_jax.compilation.programs import CompileJob, Program
 from grpo_jax.rl import advantages
 from grpo_jax.rl.estimators import Estimator
-from grpo_jax.rl.objective_options import Options
+from grpo_jax.rl.objective_options import ResolvedOptions
 from grpo_jax.types import Batch, RolloutGroup
 
 
@@ -124,7 +124,7 @@ def jobs(estimator: Estimator, *, room: tuple[int, int]) -> list[CompileJob]:
 
 def whitening_jobs(
   estimator: Estimator,
-  options: Options,
+  options: ResolvedOptions,
   *,
   tokens: int,
   places: Sequence[tuple[int, int]],
@@ -187,7 +187,9 @@ def _whitened(
   return advantages.clip(white, low=estimator.clip_low, high=estimator.clip_high)
 
 
-def _penalized_tokens(values: Array, old: Array, ref: Array, mask: Array, *, options: Options):
+def _penalized_tokens(
+  values: Array, old: Array, ref: Array, mask: Array, *, options: ResolvedOptions
+):
   return advantages.subtract_kl(
     values,
     old,
@@ -211,7 +213,7 @@ _penalty = Program(
 )
 
 
-def whitened(assembled: Assembled, estimator: Estimator, options: Options) -> Assembled:
+def whitened(assembled: Assembled, estimator: Estimator, options: ResolvedOptions) -> Assembled:
   """Replaces the advantages by token-level ones of mean 0 and variance 1 over the whole step.
 
       Âₜ = whiten(A - β KLₜ),   the KL only if `kl_in_reward`
@@ -259,7 +261,7 @@ def _filled(values: Float[np.ndarray, " n"], room: int) -> Float[np.ndarray, " r
   return np.pad(values.astype(np.float32), (0, room - values.size))
 
 
-def _penalized(batch: Batch, options: Options) -> Float[np.ndarray, "B N"]:
+def _penalized(batch: Batch, options: ResolvedOptions) -> Float[np.ndarray, "B N"]:
   """Returns the rollout's advantage at every loss place, minus the KL penalty of the token."""
   places = np.asarray(batch.loss_places)
   values = np.take_along_axis(np.asarray(batch.advantages), np.maximum(places, 0), axis=-1)

@@ -18,7 +18,7 @@ from grpo_jax.types import Mean, Metrics
 
 
 def composition(
-  model: ModelConfig, mesh: Mesh, options: lora.Options, *, seed: int
+  model: ModelConfig, mesh: Mesh, options: lora.AdapterOptions, *, seed: int
 ) -> policy.Composition:
   """Returns how a policy's weights are made of an adapter, which is trained, and a base.
 
@@ -106,7 +106,7 @@ def _squared_norm_of_base(kernels: dict[str, Any]) -> Array:
   return sum(sums, start=jnp.float32(0))
 
 
-def read_dtypes(options: lora.Options) -> dict[str, Any]:
+def read_dtypes(options: lora.AdapterOptions) -> dict[str, Any]:
   """Returns the dtypes of the base by kinds of leaves, as `loading.load` takes them.
 
   With a quantised base, embedding and head are bfloat16. Norms and biases are always float32.
@@ -116,7 +116,7 @@ def read_dtypes(options: lora.Options) -> dict[str, Any]:
   return {"kernel": form or dtype, "embedding": dtype, "head": dtype}
 
 
-def _described(model: ModelConfig, mesh: Mesh, options: lora.Options) -> Any:
+def _described(model: ModelConfig, mesh: Mesh, options: lora.AdapterOptions) -> Any:
   """Returns shapes, dtypes and shardings of the adapter."""
   tree = lora.tree(model, options)
   axes = jax.tree.map(lambda leaf: leaf.axes, tree)

@@ -21,7 +21,7 @@ from grpo_jax.learn.policy import full_weights
 from grpo_jax.learn.token_scores import SMALLER_BATCHES, LogprobsFn, TokenScores
 from grpo_jax.processes import arrays
 from grpo_jax.rl import proximal, selection
-from grpo_jax.rl.objective_options import Options
+from grpo_jax.rl.objective_options import ResolvedOptions
 from grpo_jax.rl.objectives import Objective
 from grpo_jax.types import Batch, Minibatch
 
@@ -39,7 +39,7 @@ class Selector:
     score: Program (weights, batch) → log πθ [B N], and the entropy [B N] or None.
   """
 
-  options: Options
+  options: ResolvedOptions
   score: Program
 
   def __call__(self, weights: Any, minibatch: Minibatch, place: tuple[int, int, int]) -> Minibatch:

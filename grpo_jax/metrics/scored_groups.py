@@ -187,7 +187,7 @@ def staleness_metrics(groups: Sequence[RolloutGroup], *, step: int) -> dict[str,
     "rollout/mixed_versions_share": completions with tokens of several versions, of those with a
     token whose version is known; and "staleness/RANGE/reward" for each range of
     `rl.staleness.RANGES`: the mean reward of the scored completions whose oldest token has such an
-    age. NaN where there is no completion. Only tokens that are learned from count.
+    age. NaN for a range without completions. Only tokens that are learned from count.
 
   Raises:
     ValueError: A token was sampled by weights that do not exist before the step.

@@ -29,7 +29,7 @@ PICKLED_FILE = "adapter_model.bin"
 def write(
   adapter: Mapping[str, Any],
   config: ModelConfig,
-  options: lora.Options,
+  options: lora.AdapterOptions,
   folder: str | pathlib.Path,
   *,
   base: str,
@@ -75,7 +75,7 @@ def write(
 
 def write_files(
   tensors: Sequence[safetensors.ToWrite],
-  options: lora.Options,
+  options: lora.AdapterOptions,
   folder: pathlib.Path,
   *,
   base: str,
@@ -97,7 +97,11 @@ def write_tokenizer(
 
 
 def to_write(
-  adapter: Mapping[str, Any], config: ModelConfig, options: lora.Options, *, dtype: Any = None
+  adapter: Mapping[str, Any],
+  config: ModelConfig,
+  options: lora.AdapterOptions,
+  *,
+  dtype: Any = None,
 ) -> list[safetensors.ToWrite]:
   """Returns the tensors of a PEFT folder, fetched when they are needed; see `write`.
 
@@ -155,7 +159,7 @@ def _in_file(fetched: _Fetched, each: peft_format.StoredFactor, dtype: Any) -> n
   return np.ascontiguousarray(values, dtype)
 
 
-def options(folder: str | pathlib.Path) -> lora.Options:
+def options(folder: str | pathlib.Path) -> lora.AdapterOptions:
   """Returns what the two files of an adapter say about it, without the base model; cheap.
 
   Args:
@@ -183,7 +187,7 @@ def base_of(folder: str | pathlib.Path) -> str | None:
   return Fields(files.read_json(file), str(file)).string("base_model_name_or_path")
 
 
-def look(folder: str | pathlib.Path, config: ModelConfig) -> lora.Options:
+def look(folder: str | pathlib.Path, config: ModelConfig) -> lora.AdapterOptions:
   """Returns the same as `options`, and checks the tensors against a base model; cheap.
 
   Args:
@@ -239,7 +243,7 @@ class FolderAdapter:
     self._options = dataclasses.replace(found, base_dtype="float32")
 
   @property
-  def options(self) -> lora.Options:
+  def options(self) -> lora.AdapterOptions:
     """Returns the options of the adapter."""
     return self._options
 
@@ -285,7 +289,7 @@ def _layer(tensors: safetensors.Folder, name: str, dtype: Any) -> np.ndarray:
 
 def _open(
   directory: pathlib.Path, layers: int | None = None
-) -> tuple[lora.Options, safetensors.Folder]:
+) -> tuple[lora.AdapterOptions, safetensors.Folder]:
   """Reads the description and the header of an adapter; raises the same errors as `options`.
 
   Args:
@@ -301,7 +305,7 @@ def _open(
       f" read: {WEIGHTS_FILE} is needed (PeftModel.save_pretrained writes it by default)"
     )
   tensors = safetensors.Folder(safetensors.open_file(weights))
-  found = lora.Options(
+  found = lora.AdapterOptions(
     rank=fields.integer("r", low=1, high=_HIGHEST_RANK),
     alpha=fields.number("lora_alpha", above=0.0),
     targets=peft_format.targets(fields, tensors.shapes, layers, str(weights)),
@@ -312,7 +316,7 @@ def _open(
 
 def _checked(
   directory: pathlib.Path, config: ModelConfig
-) -> tuple[lora.Options, safetensors.Folder]:
+) -> tuple[lora.AdapterOptions, safetensors.Folder]:
   """Opens a folder and checks its tensors; raises the errors of `look`."""
   found, tensors = _open(directory, config.num_layers)
   faults = _misfits(tensors.shapes, config, found)
@@ -328,7 +332,7 @@ def _checked(
 
 
 def _misfits(
-  shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, options: lora.Options
+  shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, options: lora.AdapterOptions
 ) -> list[str]:
   """Returns the tensors that are missing, unexpected or of another shape, by names and shapes."""
   wanted = {each.name: each.shape for each in peft_format.stored(config, options)}

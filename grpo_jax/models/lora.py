@@ -42,7 +42,7 @@ MODULES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class AdapterOptions:
   """What an adapter is; hashable.
 
   Attributes:
@@ -97,7 +97,7 @@ def _is_match(pattern: str, kernel: str) -> bool:
   return pattern == ALL or any(fnmatch.fnmatchcase(each, pattern) for each in spellings)
 
 
-def tree(config: ModelConfig, options: Options) -> dict[str, dict[str, Leaf]]:
+def tree(config: ModelConfig, options: AdapterOptions) -> dict[str, dict[str, Leaf]]:
   """Returns shapes and logical axes of an adapter; the axis of the rank is never split."""
   of_layer, found = leaves.layer(config), {}
   for kernel in targets(options.targets):
@@ -110,7 +110,7 @@ def tree(config: ModelConfig, options: Options) -> dict[str, dict[str, Leaf]]:
   return found
 
 
-def init(rng: Array, config: ModelConfig, options: Options) -> Adapter:
+def init(rng: Array, config: ModelConfig, options: AdapterOptions) -> Adapter:
   """Returns a new adapter: A uniform, of variance 1 / (3 i) as in PEFT, and B = 0."""
 
   def drawn(key: Array, shape: tuple[int, ...]) -> Array:

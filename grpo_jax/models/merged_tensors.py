@@ -15,7 +15,7 @@ class StoredAdapter(Protocol):
   """An adapter in a file, read one layer at a time."""
 
   @property
-  def options(self) -> lora.Options:
+  def options(self) -> lora.AdapterOptions:
     """Returns the options of the adapter."""
     ...
 

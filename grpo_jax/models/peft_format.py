@@ -30,7 +30,7 @@ class StoredFactor:
   shape: tuple[int, ...]  # in the file: [r, i] or [o, r].
 
 
-def stored(config: ModelConfig, options: lora.Options) -> list[StoredFactor]:
+def stored(config: ModelConfig, options: lora.AdapterOptions) -> list[StoredFactor]:
   """Returns every tensor of a PEFT folder, in the order of the adapter's tree."""
   return [
     StoredFactor(tensor_name(kernel, layer, part), kernel, part, layer, leaf.shape[:0:-1])
@@ -41,7 +41,7 @@ def stored(config: ModelConfig, options: lora.Options) -> list[StoredFactor]:
 
 
 def by_leaf(
-  config: ModelConfig, options: lora.Options
+  config: ModelConfig, options: lora.AdapterOptions
 ) -> dict[tuple[str, str], list[StoredFactor]]:
   """Returns the tensors of each leaf (kernel, part) of an adapter, in the order of the layers."""
   found: dict[tuple[str, str], list[StoredFactor]] = {}
@@ -50,7 +50,7 @@ def by_leaf(
   return found
 
 
-def to_peft(options: lora.Options, *, base: str) -> dict[str, Any]:
+def to_peft(options: lora.AdapterOptions, *, base: str) -> dict[str, Any]:
   """Returns the content of adapter_config.json.
 
   SGLang 0.5.23 multiplies by lora_alpha / r whatever use_rslora says. So a rank-stabilised scale

@@ -14,7 +14,7 @@ import numpy as np
 
 from grpo_jax.data import named, ranks
 from grpo_jax.data.formats import LeftOut, RowError
-from grpo_jax.data.group_options import Options
+from grpo_jax.data.group_options import RecordedOptions
 from grpo_jax.data.groups import (
   GROUP_FORMATS,
   RECORDED,
@@ -46,7 +46,7 @@ Batch = list[RecordedGroup]  # groups that are scored together.
 def open_groups(
   tokenizer: Tokenizer,
   *,
-  options: Options,
+  options: RecordedOptions,
   on_error: OnError,
   max_tokens: int | None = None,
   format: str = DataOptions.format,

@@ -120,7 +120,7 @@ _KINDS: Mapping[str, checked.Kind] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(ObjectiveOptions):
+class ResolvedOptions(ObjectiveOptions):
   """The choices and numbers of an objective, resolved and checked when made.
 
   None of `BOUNDS`, and as `aggregation`, becomes the loss's own setting.
@@ -182,7 +182,7 @@ def described() -> str:
   """Returns a line for each option: its name, its default and its meaning."""
   lines = [
     f"    {name} = {each.default!r}: {each.meaning}"
-    for name, each in declared(Options).items()
+    for name, each in declared(ResolvedOptions).items()
     if isinstance(each, Option)
   ]
   return "\n".join(lines)
@@ -231,26 +231,26 @@ def meant(name: str, valid: Iterable[str], others: Mapping[str, str]) -> str:
   return f"here it is {known}; there are: {', '.join(valid)}" if known else nearest(name, valid)
 
 
-def make(options: Mapping[str, Any]) -> Options:
-  """Makes `Options` from a mapping.
+def make(options: Mapping[str, Any]) -> ResolvedOptions:
+  """Makes `ResolvedOptions` from a mapping.
 
   Raises:
-    ValueError: An option is unknown, or `Options` refuses the values.
+    ValueError: An option is unknown, or `ResolvedOptions` refuses the values.
   """
-  fields = {field.name for field in dataclasses.fields(Options)}
+  fields = {field.name for field in dataclasses.fields(ResolvedOptions)}
   unknown = [
     f"no option {name!r}: {nearest(name, fields)}" for name in options if name not in fields
   ]
   if unknown:
     raise ValueError("objective: " + "; ".join(unknown))
-  return Options(**_resolved({**_defaults(), **options}))
+  return ResolvedOptions(**_resolved({**_defaults(), **options}))
 
 
 def _resolved(given: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the options with the loss's own settings in place of None.
 
   Raises:
-    ValueError: See `Options`.
+    ValueError: See `ResolvedOptions`.
   """
   problems = [*checked.problems(_KINDS, given), *_unknown_choices(given)]
   defaults = _defaults()
@@ -275,7 +275,7 @@ def _resolved(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _defaults() -> dict[str, Any]:
-  return {field.name: field.default for field in dataclasses.fields(Options)}
+  return {field.name: field.default for field in dataclasses.fields(ResolvedOptions)}
 
 
 def _stands_alone(name: str, value: Any) -> bool:

@@ -31,7 +31,7 @@ from grpo_jax.rl import (
 )
 from grpo_jax.rl.distillation import Distillation
 from grpo_jax.rl.numerics import clamp, safe_divide
-from grpo_jax.rl.objective_options import COVARIANCE, DPPO, TOKEN_LOCAL, Options
+from grpo_jax.rl.objective_options import COVARIANCE, DPPO, TOKEN_LOCAL, ResolvedOptions
 from grpo_jax.types import Denominators, LossTokens, Maximum, Mean, Metrics
 
 # Fields of `LossTokens` that hold a number for each token.
@@ -45,7 +45,7 @@ _FLOATS = (
 class Objective:
   """A loss of policy logprobs, with what it needs from the trainer; made by `make`."""
 
-  options: Options
+  options: ResolvedOptions
   distillation: Distillation | None = None  # None: there is no teacher.
 
   @property
@@ -268,7 +268,7 @@ def _check_shapes(policy: Any, entropy: Any, tokens: LossTokens, denominators: A
   arrays.tokens(mask=tokens.mask, sequence_ids=tokens.sequence_ids, **values)
 
 
-def _without_errors(o: Options, tokens: LossTokens) -> tuple[Metrics, LossTokens]:
+def _without_errors(o: ResolvedOptions, tokens: LossTokens) -> tuple[Metrics, LossTokens]:
   """Returns the tokens without the completions that were left out, and metrics of these."""
   if o.seq_logprob_error_threshold is None:
     return {}, tokens
@@ -293,7 +293,9 @@ def _without_impossible(policy: Float[Array, "B N"], tokens: LossTokens) -> Loss
   return _clean(dataclasses.replace(tokens, mask=tokens.mask & is_possible))
 
 
-def _scored_old(o: Options, policy: Float[Array, "B N"], tokens: LossTokens) -> Float[Array, "B N"]:
+def _scored_old(
+  o: ResolvedOptions, policy: Float[Array, "B N"], tokens: LossTokens
+) -> Float[Array, "B N"]:
   """Returns log π_old; without old logprobs in the tokens, it is the policy itself."""
   if o.interpolates:
     assert tokens.behavior_logprobs is not None and tokens.ages is not None
@@ -302,7 +304,9 @@ def _scored_old(o: Options, policy: Float[Array, "B N"], tokens: LossTokens) -> 
   return stop_gradient(policy if old is None else old)
 
 
-def _anchor(o: Options, old: Float[Array, "B N"], tokens: LossTokens) -> Float[Array, "B N"]:
+def _anchor(
+  o: ResolvedOptions, old: Float[Array, "B N"], tokens: LossTokens
+) -> Float[Array, "B N"]:
   """Returns the logprobs to which the loss takes its ratio."""
   if not o.use_behavior_logprobs:
     return old
@@ -355,7 +359,7 @@ def _check_inputs(objective: Objective, tokens: LossTokens) -> None:
 
 
 def _policy_term(
-  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+  o: ResolvedOptions, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
 ) -> tuple[Float[Array, "B N"], Metrics]:
   """Returns w ℓ per token, and the metrics of ratios, clips and mismatch."""
   mask, ids, advantages = tokens.mask, tokens.sequence_ids, tokens.advantages
@@ -397,7 +401,7 @@ def _policy_term(
 
 
 def _correction(
-  o: Options,
+  o: ResolvedOptions,
   policy: Float[Array, "B N"],
   old: Float[Array, "B N"],
   behavior: Float[Array, "B N"],
@@ -437,7 +441,7 @@ def _correction(
 
 
 def _kl_term(
-  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+  o: ResolvedOptions, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
 ) -> Float[Array, "B N"]:
   """Returns the weighted, clamped KL estimate per token, without its coefficient."""
   assert tokens.ref_logprobs is not None
@@ -454,7 +458,7 @@ def _kl_term(
   )
 
 
-def _divisor(o: Options, denominators: Denominators) -> Float[Array, ""] | float:
+def _divisor(o: ResolvedOptions, denominators: Denominators) -> Float[Array, ""] | float:
   """Returns the count that the reduction divides by, apart from a constant length."""
   return denominators.tokens if o.aggregation == "token_mean" else denominators.sequences
 

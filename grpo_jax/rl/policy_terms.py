@@ -10,35 +10,35 @@ from typing import Any
 from jaxtyping import Array, Bool, Float
 
 from grpo_jax.rl import covariance_losses, custom_functions, dppo, losses, sequence_losses
-from grpo_jax.rl.objective_options import Options
+from grpo_jax.rl.objective_options import ResolvedOptions
 from grpo_jax.types import LossTokens
 
 PolicyTerm = tuple[Float[Array, "B N"], Float[Array, "B N"]]
 
 
 def _clipped(
-  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+  o: ResolvedOptions, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
 ) -> PolicyTerm:
   ratio = losses.ratio(policy, old)
   return _clipped_loss(o, ratio, tokens), ratio
 
 
 def _gspo(
-  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+  o: ResolvedOptions, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
 ) -> PolicyTerm:
   ratio = losses.sequence_ratio(policy, old, tokens.mask, tokens.sequence_ids)
   return _clipped_loss(o, ratio, tokens), ratio
 
 
 def _gspo_token(
-  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+  o: ResolvedOptions, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
 ) -> PolicyTerm:
   ratio = losses.sequence_ratio_token_form(policy, old, tokens.mask, tokens.sequence_ids)
   return _clipped_loss(o, ratio, tokens), ratio
 
 
 def _clipped_loss(
-  o: Options, ratio: Float[Array, "B N"], tokens: LossTokens
+  o: ResolvedOptions, ratio: Float[Array, "B N"], tokens: LossTokens
 ) -> Float[Array, "B N"]:
   low, high = o.clip_bounds
   return losses.clipped_ratio_loss(
@@ -51,7 +51,7 @@ def _clipped_loss(
 
 
 def _cispo(
-  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+  o: ResolvedOptions, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
 ) -> PolicyTerm:
   low, high = o.clip_bounds
   per_token = losses.cispo(policy, old, tokens.advantages, clip_low=low, clip_high=high)
@@ -59,7 +59,7 @@ def _cispo(
 
 
 def _sapo(
-  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+  o: ResolvedOptions, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
 ) -> PolicyTerm:
   per_token = losses.sapo(
     policy,
@@ -72,14 +72,14 @@ def _sapo(
 
 
 def _reinforce(
-  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+  o: ResolvedOptions, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
 ) -> PolicyTerm:
   del o
   return losses.reinforce(policy, tokens.advantages), losses.ratio(policy, old)
 
 
 def _gmpo(
-  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+  o: ResolvedOptions, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
 ) -> PolicyTerm:
   low, high = o.clip_bounds
   per_token = sequence_losses.gmpo(
@@ -95,7 +95,7 @@ def _gmpo(
 
 
 def _luspo(
-  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+  o: ResolvedOptions, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
 ) -> PolicyTerm:
   low, high = o.clip_bounds
   per_token = sequence_losses.luspo(
@@ -111,7 +111,7 @@ def _luspo(
 
 
 def _vespo(
-  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+  o: ResolvedOptions, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
 ) -> PolicyTerm:
   del o
   per_token = sequence_losses.vespo(
@@ -121,23 +121,23 @@ def _vespo(
 
 
 def _dppo_tv(
-  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+  o: ResolvedOptions, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
 ) -> PolicyTerm:
   return dppo.dppo_tv(policy, old, tokens.advantages, **_dppo_options(o)), losses.ratio(policy, old)
 
 
 def _dppo_kl(
-  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+  o: ResolvedOptions, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
 ) -> PolicyTerm:
   return dppo.dppo_kl(policy, old, tokens.advantages, **_dppo_options(o)), losses.ratio(policy, old)
 
 
-def _dppo_options(o: Options) -> dict[str, Any]:
+def _dppo_options(o: ResolvedOptions) -> dict[str, Any]:
   return {**o.dppo_bounds, "ratio_cap": o.dppo_ratio_cap, "kl_tau": o.dppo_kl_tau}
 
 
 def dppo_keep(
-  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+  o: ResolvedOptions, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
 ) -> Bool[Array, "B N"]:
   """Returns the tokens whose surrogate DPPO learns from.
 
@@ -152,7 +152,7 @@ def dppo_keep(
 
 
 def _clip_cov(
-  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+  o: ResolvedOptions, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
 ) -> PolicyTerm:
   low, high = o.clip_bounds
   assert tokens.selected is not None
@@ -163,7 +163,7 @@ def _clip_cov(
 
 
 def _kl_cov(
-  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+  o: ResolvedOptions, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
 ) -> PolicyTerm:
   assert tokens.selected is not None
   per_token = covariance_losses.kl_cov(
@@ -173,7 +173,7 @@ def _kl_cov(
 
 
 def own_loss(
-  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+  o: ResolvedOptions, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
 ) -> PolicyTerm:
   """Computes the loss by the user's function `o.loss`.
 

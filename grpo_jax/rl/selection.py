@@ -9,11 +9,11 @@ arrays, in any order. Equal values are chosen together, never one of them by its
 import numpy as np
 from jaxtyping import Bool, Float, UInt64
 
-from grpo_jax.rl.objective_options import Options
+from grpo_jax.rl.objective_options import ResolvedOptions
 
 
 def choose(
-  options: Options,
+  options: ResolvedOptions,
   logprobs: Float[np.ndarray, " n"],
   *,
   advantages: Float[np.ndarray, " n"],

@@ -100,7 +100,7 @@ def _checked(
   return {name: np.dtype(dtype_of[name]) for name in wanted}
 
 
-def _options(folder: pathlib.Path, facts: Any) -> lora.Options:
+def _options(folder: pathlib.Path, facts: Any) -> lora.AdapterOptions:
   """Returns the options of an adapter from what its checkpoint says about it.
 
   Raises:
@@ -113,7 +113,7 @@ def _options(folder: pathlib.Path, facts: Any) -> lora.Options:
     base_dtype = fields.string("base_dtype")
     if base_dtype is None or base_dtype not in BASE_DTYPES:
       raise fields.wrong("base_dtype", f"one of {', '.join(BASE_DTYPES)}")
-    return lora.Options(
+    return lora.AdapterOptions(
       rank=fields.integer("rank", low=1, high=2**31 - 1),
       alpha=fields.number("alpha", above=0.0),
       targets=lora.targets(fields.strings("targets")),
@@ -133,14 +133,16 @@ class CheckpointAdapter:
     base_digest: Digest of the base's files of weights.
   """
 
-  def __init__(self, folder: pathlib.Path, options: lora.Options, base: str, base_digest: str):
+  def __init__(
+    self, folder: pathlib.Path, options: lora.AdapterOptions, base: str, base_digest: str
+  ):
     """Opens the arrays; `open_checkpoint` makes this and checks them."""
     self.folder, self.base, self.base_digest = folder, base, base_digest
     self._options = options
     self._arrays = _Arrays(folder / "state")
 
   @property
-  def options(self) -> lora.Options:
+  def options(self) -> lora.AdapterOptions:
     """Returns the options of the adapter."""
     return self._options
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 from grpo_jax.engines.base import Generation
-from grpo_jax.serving.requests import Options
+from grpo_jax.serving.requests import RequestOptions
 
 Finish = Literal["stop", "length", "tool_calls"]
 DecodeToken = Callable[[int], str]
@@ -30,7 +30,7 @@ class Answer:
 
 
 def chat(
-  answer: Answer, options: Options, *, model: str, created: int, decode: DecodeToken
+  answer: Answer, options: RequestOptions, *, model: str, created: int, decode: DecodeToken
 ) -> dict[str, Any]:
   """Returns the body of a chat completion.
 
@@ -48,7 +48,7 @@ def chat(
 
 
 def text(
-  answer: Answer, options: Options, *, model: str, created: int, decode: DecodeToken
+  answer: Answer, options: RequestOptions, *, model: str, created: int, decode: DecodeToken
 ) -> dict[str, Any]:
   """Returns the body of an answer to `/v1/completions`; see `chat`."""
   choice = {
@@ -64,7 +64,7 @@ def text(
 
 
 def chat_events(
-  answer: Answer, options: Options, *, model: str, created: int, decode: DecodeToken
+  answer: Answer, options: RequestOptions, *, model: str, created: int, decode: DecodeToken
 ) -> Iterator[bytes]:
   """Yields the events of a streamed chat completion: the whole answer is in the first one."""
   head = _head(answer, "chat.completion.chunk", model, created)
@@ -80,7 +80,7 @@ def chat_events(
 
 
 def text_events(
-  answer: Answer, options: Options, *, model: str, created: int, decode: DecodeToken
+  answer: Answer, options: RequestOptions, *, model: str, created: int, decode: DecodeToken
 ) -> Iterator[bytes]:
   """Yields the events of a streamed text completion: the whole answer is in the first one."""
   head = _head(answer, "text_completion", model, created)
@@ -132,11 +132,11 @@ def _usage(answer: Answer) -> dict[str, int]:
   }
 
 
-def _prompt_ids(answer: Answer, options: Options) -> dict[str, Any]:
+def _prompt_ids(answer: Answer, options: RequestOptions) -> dict[str, Any]:
   return {"prompt_token_ids": answer.prompt_ids.tolist()} if options.has_token_ids else {}
 
 
-def _token_ids(answer: Answer, options: Options) -> dict[str, Any]:
+def _token_ids(answer: Answer, options: RequestOptions) -> dict[str, Any]:
   if not options.has_token_ids:
     return {}
   generation = answer.generation
@@ -146,7 +146,7 @@ def _token_ids(answer: Answer, options: Options) -> dict[str, Any]:
   }
 
 
-def _chat_extras(answer: Answer, options: Options, decode: DecodeToken) -> dict[str, Any]:
+def _chat_extras(answer: Answer, options: RequestOptions, decode: DecodeToken) -> dict[str, Any]:
   """Returns the part of a choice that describes its tokens."""
   logprobs = None
   if options.has_logprobs:
@@ -159,7 +159,7 @@ def _chat_extras(answer: Answer, options: Options, decode: DecodeToken) -> dict[
   return {"logprobs": logprobs, **_token_ids(answer, options)}
 
 
-def _text_logprobs(answer: Answer, options: Options, decode: DecodeToken) -> dict[str, Any]:
+def _text_logprobs(answer: Answer, options: RequestOptions, decode: DecodeToken) -> dict[str, Any]:
   names = _names(answer, options, decode)
   offsets = np.cumsum([0, *map(len, names)])[:-1]
   return {
@@ -170,7 +170,7 @@ def _text_logprobs(answer: Answer, options: Options, decode: DecodeToken) -> dic
   }
 
 
-def _names(answer: Answer, options: Options, decode: DecodeToken) -> list[str]:
+def _names(answer: Answer, options: RequestOptions, decode: DecodeToken) -> list[str]:
   ids = answer.generation.token_ids.tolist()
   if options.names_tokens_by_id:
     return [f"token_id:{each}" for each in ids]
@@ -181,7 +181,7 @@ def _logprobs(answer: Answer) -> list[float]:
   return [float(each) for each in answer.generation.logprobs]
 
 
-def _end(head: Mapping[str, Any], answer: Answer, options: Options) -> Iterator[bytes]:
+def _end(head: Mapping[str, Any], answer: Answer, options: RequestOptions) -> Iterator[bytes]:
   if options.has_usage:
     yield _event({**head, "choices": [], "usage": _usage(answer)})
   yield b"data: [DONE]\n\n"

@@ -22,7 +22,7 @@ from aiohttp import web
 from grpo_jax.environments.base import Endpoint
 from grpo_jax.serving import answers, requests
 from grpo_jax.serving.connections import Connection, Listener
-from grpo_jax.serving.requests import Options, RequestError
+from grpo_jax.serving.requests import RequestError, RequestOptions
 from grpo_jax.serving.session import ENDINGS, EngineFailed, Session
 
 MAX_BODY = 16 << 20  # bytes of a request.
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 Shape = Callable[..., Any]  # (answer, options, *, model, created, decode) → the body of an answer.
 # Reads a request for a session → its options, the function that samples, the shape of the answer.
 Reader = Callable[
-  [Session, dict[str, Any]], tuple[Options, Callable[[], Awaitable[answers.Answer]], Shape]
+  [Session, dict[str, Any]], tuple[RequestOptions, Callable[[], Awaitable[answers.Answer]], Shape]
 ]
 
 
@@ -237,7 +237,7 @@ class PolicyServer:
 
 def _chat(
   session: Session, body: dict[str, Any]
-) -> tuple[Options, Callable[[], Awaitable[answers.Answer]], Shape]:
+) -> tuple[RequestOptions, Callable[[], Awaitable[answers.Answer]], Shape]:
   asked = requests.read_chat(body)
   shape = answers.chat_events if asked.options.is_stream else answers.chat
   return asked.options, session.chat(asked), shape
@@ -245,7 +245,7 @@ def _chat(
 
 def _complete(
   session: Session, body: dict[str, Any]
-) -> tuple[Options, Callable[[], Awaitable[answers.Answer]], Shape]:
+) -> tuple[RequestOptions, Callable[[], Awaitable[answers.Answer]], Shape]:
   asked = requests.read_text(body)
   shape = answers.text_events if asked.options.is_stream else answers.text
   return asked.options, session.complete(asked), shape

@@ -69,7 +69,7 @@ class RequestError(Exception):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class RequestOptions:
   """The part of a request that chat and text completions have in common."""
 
   max_tokens: int | None = None  # None: as many as the run's options allow.
@@ -90,7 +90,7 @@ class ChatRequest:
   messages: tuple[Message, ...]
   tools: tuple[Mapping[str, Any], ...] = ()
   reads_calls: bool = True  # whether calls of tools are parsed.
-  options: Options
+  options: RequestOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class TextRequest:
   """Text to be continued: `/v1/completions`."""
 
   prompt: str | tuple[int, ...]  # text, or token ids.
-  options: Options
+  options: RequestOptions
 
 
 def read_json(content: bytes | bytearray) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def size(value: Any, most: int) -> int:
   return found
 
 
-def _options(body: Mapping[str, Any]) -> Options:
+def _options(body: Mapping[str, Any]) -> RequestOptions:
   for name, neutral in _NEUTRAL.items():
     value = body.get(name)
     if value is not None and value != neutral and value not in ([], {}):
@@ -215,7 +215,7 @@ def _options(body: Mapping[str, Any]) -> Options:
   given = body.get("stream_options") or {}
   if not isinstance(given, Mapping):
     raise RequestError("stream_options must be an object", param="stream_options")
-  return Options(
+  return RequestOptions(
     max_tokens=_max_tokens(body),
     stop=_stop(body.get("stop")),
     has_token_ids=_flag(body, "return_token_ids"),

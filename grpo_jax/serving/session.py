@@ -25,7 +25,13 @@ from grpo_jax.models.chat.template import Tool
 from grpo_jax.serving import requests, turns
 from grpo_jax.serving.answers import Answer, Finish
 from grpo_jax.serving.request_scheduling import RequestScheduler
-from grpo_jax.serving.requests import ChatRequest, Message, Options, RequestError, TextRequest
+from grpo_jax.serving.requests import (
+  ChatRequest,
+  Message,
+  RequestError,
+  RequestOptions,
+  TextRequest,
+)
 from grpo_jax.serving.turns import SampledTurn, TurnIndex
 from grpo_jax.types import FinishReason
 
@@ -163,7 +169,7 @@ class Session:
     )
     return functools.partial(self._chat, asked, request.options, conversation)
 
-  async def _chat(self, asked: _Asked, options: Options, before: _Conversation) -> Answer:
+  async def _chat(self, asked: _Asked, options: RequestOptions, before: _Conversation) -> Answer:
     turn = await self._sample(asked, options)
     parsed, finish = self._parsed(before, turn.generation, options)
     turn.messages, turn.reasoning = before.messages, parsed.reasoning
@@ -177,7 +183,7 @@ class Session:
     text = request.prompt if isinstance(request.prompt, str) else None
     return functools.partial(self._complete, asked, request.options, text)
 
-  async def _complete(self, asked: _Asked, options: Options, text: str | None) -> Answer:
+  async def _complete(self, asked: _Asked, options: RequestOptions, text: str | None) -> Answer:
     turn = await self._sample(asked, options)
     content = self._content(turn.generation, options)
     self._keep(turn, asked, text="" if text is None else text + content)
@@ -285,7 +291,7 @@ class Session:
 
   # --- sampling ---
 
-  async def _sample(self, asked: _Asked, options: Options) -> SampledTurn:
+  async def _sample(self, asked: _Asked, options: RequestOptions) -> SampledTurn:
     """Samples the completion of a prompt; the turn is not kept yet.
 
     Raises:
@@ -353,7 +359,7 @@ class Session:
   # --- what the client reads ---
 
   def _parsed(
-    self, before: _Conversation, generation: Generation, options: Options
+    self, before: _Conversation, generation: Generation, options: RequestOptions
   ) -> tuple[tool_calls.Parsed, Finish]:
     """Returns the answer with its tool calls; malformed ones are in its content."""
     content, form = self._content(generation, options), self._policy.tool_form
@@ -370,7 +376,7 @@ class Session:
     is_cut = generation.finish_reason is FinishReason.LENGTH
     return found, "tool_calls" if found.calls and not is_cut else _finish(generation)
 
-  def _content(self, generation: Generation, options: Options) -> str:
+  def _content(self, generation: Generation, options: RequestOptions) -> str:
     """Returns the text of a completion, up to the stop string that ended it."""
     content = self._policy.tokenizer.decode(generation.token_ids, skip_special=True)
     stop = generation.matched_stop

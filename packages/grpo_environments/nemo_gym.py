@@ -57,7 +57,7 @@ Items = list[dict[str, Any]]  # of OpenAI's Responses API.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class NemoGymOptions:
   """Options of the attempts; see `make`."""
 
   max_steps: int
@@ -108,7 +108,9 @@ class ResourcesServer:
 class NemoGymEnvironments(EnvironmentFactory):
   """Makes the environments, which share the connections."""
 
-  def __init__(self, servers: Mapping[str, ResourcesServer], *, agent: str, options: Options):
+  def __init__(
+    self, servers: Mapping[str, ResourcesServer], *, agent: str, options: NemoGymOptions
+  ):
     """Makes no connection.
 
     Args:
@@ -163,7 +165,7 @@ class NemoGymEnvironments(EnvironmentFactory):
 class GymSession:
   """What one attempt says to its resources server."""
 
-  def __init__(self, row: Mapping[str, Any], server: ResourcesServer, options: Options):
+  def __init__(self, row: Mapping[str, Any], server: ResourcesServer, options: NemoGymOptions):
     self.row = row
     self.server = server
     self.options = options
@@ -342,7 +344,7 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
   return {name: value for name, value in row.items() if name not in _RESULTS}
 
 
-def items_of(reply: Reply, options: Options) -> Items:
+def items_of(reply: Reply, options: NemoGymOptions) -> Items:
   """Returns a turn of the policy as items of OpenAI's Responses API.
 
   Args:
@@ -452,7 +454,7 @@ def make(
     name: ResourcesServer(one, EndpointClient(one, patience, secret=secret))
     for name, one in found.items()
   }
-  options = Options(
+  options = NemoGymOptions(
     max_steps=max_steps, thoughts=thoughts, solved_reward=solved_reward, fields=fields or {}
   )
   return NemoGymEnvironments(servers, agent=agent, options=options)

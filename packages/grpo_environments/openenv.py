@@ -45,7 +45,7 @@ class BadAction(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class OpenEnvOptions:
   """Options of the attempts; see `make`."""
 
   reset: Mapping[str, Any]
@@ -104,7 +104,7 @@ class OpenEnvEnvironments(EnvironmentFactory):
 
   is_agent = True
 
-  def __init__(self, server: OpenEnvServer, options: Options):
+  def __init__(self, server: OpenEnvServer, options: OpenEnvOptions):
     self._server = server
     self._options = options
 
@@ -120,7 +120,7 @@ class Episode:
   """One attempt: an episode of the server's environment."""
 
   def __init__(
-    self, prompt: Prompt, server: OpenEnvServer, options: Options, schema: Mapping[str, Any]
+    self, prompt: Prompt, server: OpenEnvServer, options: OpenEnvOptions, schema: Mapping[str, Any]
   ):
     self._prompt = prompt
     self._server = server
@@ -322,7 +322,7 @@ def make(
   address = addresses.address(url.rstrip("/"))
   key = addresses.key(api_key_env)
   patience = EndpointRetryPolicy(timeout_s=timeout_s, total_timeout_s=timeout_s, backoff_s=0.1)
-  options = Options(
+  options = OpenEnvOptions(
     reset=reset or {},
     make_action=registry.function(action) if action else action_of,
     show=registry.function(observation) if observation else text_of,

@@ -26,10 +26,10 @@ from typing import Any
 
 from grpo_environments.verifiers_kinds import classic, tasksets
 from grpo_environments.verifiers_kinds.base import (
-  Options,
   PackageError,
   Running,
   Tasks,
+  VerifiersOptions,
   package,
 )
 from grpo_jax.environments.base import Endpoint, EnvironmentFactory, StepResult
@@ -57,7 +57,9 @@ class Known:
         self._tasks[key] = self._load(name, args, split, size)
       return self._tasks[key]
 
-  def running(self, name: str, args: Mapping[str, Any], tasks: Tasks, options: Options) -> Running:
+  def running(
+    self, name: str, args: Mapping[str, Any], tasks: Tasks, options: VerifiersOptions
+  ) -> Running:
     """Returns what makes attempts at tasks of an environment."""
     if isinstance(tasks, classic.DatasetTasks):
       return classic.ClassicEnvironment(self._environment(name, args), tasks, options)
@@ -84,7 +86,7 @@ class VerifiersEnvironments(EnvironmentFactory):
 
   is_agent = True
 
-  def __init__(self, name: str | None, options: Options):
+  def __init__(self, name: str | None, options: VerifiersOptions):
     """Starts the event loop.
 
     Args:
@@ -221,7 +223,7 @@ def make(
   """
   if isinstance(id, str):
     package("verifiers")
-  options = Options(
+  options = VerifiersOptions(
     harness=harness, env=env or {}, max_turns=max_turns, solved_reward=solved_reward
   )
   return VerifiersEnvironments(id, options)

@@ -212,7 +212,7 @@ def adapter_bytes(run: PlannedRun, rank: int) -> int:
     run: The run; it need not have an adapter.
     rank: Rank of the adapter.
   """
-  tree = lora.tree(run.model, lora.Options(rank))
+  tree = lora.tree(run.model, lora.AdapterOptions(rank))
   axes = jax.tree.map(lambda leaf: leaf.axes, tree)
   placed = sharding.param_shardings(axes, run.mesh, shapes=tree)
   describe = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=where)
@@ -226,7 +226,7 @@ def base_bytes(run: PlannedRun, dtype: str) -> int | None:
     run: The run; it need not have an adapter.
     dtype: One of `lora.BASE_DTYPES`.
   """
-  dtypes = adapters.read_dtypes(lora.Options(rank=1, base_dtype=dtype))
+  dtypes = adapters.read_dtypes(lora.AdapterOptions(rank=1, base_dtype=dtype))
   placed = weights_spec.shardings_of(run.model, run.mesh)
   try:
     return bytes_of_device(weights_spec.described_weights(run.model, placed, dtype=dtypes))
@@ -341,4 +341,6 @@ def _with_sampler(run: PlannedRun) -> PlannedRun:
 def _token_bytes(config: Config, model: ModelConfig) -> int:
   """Returns the bytes of the sampler's keys and values of one token."""
   products = Products(config.model.compute_dtype, config.model.product_dtype)
-  return kv_cache.token_bytes(sampler_inputs.Options(config=model, products=products, chunk=1))
+  return kv_cache.token_bytes(
+    sampler_inputs.ProgramOptions(config=model, products=products, chunk=1)
+  )

@@ -37,7 +37,7 @@ def made_of(config, model, devices=1):
 @pytest.fixture(scope="module")
 def stored(model, tmp_path_factory):
   """A PEFT folder of rank 4 on three kernels, and its adapter; B is not 0."""
-  options = lora.Options(rank=4, alpha=8.0, targets=("q", "o", "down"))
+  options = lora.AdapterOptions(rank=4, alpha=8.0, targets=("q", "o", "down"))
   sizes = loading.read_config(model)
   made = jax.tree.map(lambda x: x + 0.5, lora.init(jax.random.key(0), sizes, options))
   folder = tmp_path_factory.mktemp("peft") / "adapter"

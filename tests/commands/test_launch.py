@@ -92,5 +92,5 @@ def test_wrong_use_is_named(words, message):
 def test_help_and_the_arguments_of_the_training():
   with pytest.raises(HelpWanted):
     launch.parse(["--help"])
-  options = launch.Options(2, None, ("--config=x", "--config.distributed.heartbeat_s=5"))
+  options = launch.LaunchArguments(2, None, ("--config=x", "--config.distributed.heartbeat_s=5"))
   assert launch.parse(["--processes", "2", *options.arguments]) == options

@@ -34,7 +34,7 @@ def test_without_a_rank_every_weight_is_trained():
 
 
 def test_the_defaults_of_the_config_are_those_of_the_class():
-  assert lora_options.load(typed(config_of(rank=8))) == lora.Options(
+  assert lora_options.load(typed(config_of(rank=8))) == lora.AdapterOptions(
     rank=8, targets=lora.targets((lora.ALL,))
   )
 
@@ -135,7 +135,7 @@ def test_what_is_left_out_on_purpose_says_why(field, reason):
 @pytest.fixture(scope="module")
 def folder(model, tmp_path_factory):
   """A PEFT folder of rank 2 on q and v, whose scale is 3."""
-  options = lora.Options(rank=2, alpha=6.0, targets=("q", "v"))
+  options = lora.AdapterOptions(rank=2, alpha=6.0, targets=("q", "v"))
   sizes = loading.read_config(model)
   made = lora.init(jax.random.key(0), sizes, options)
   return adapter_files.write(

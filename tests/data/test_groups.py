@@ -27,7 +27,7 @@ def write(path, rows):
 def opened(path, *, on_error="stop", max_tokens=None, offline_options=None, **fields):
   return recorded_groups.open_groups(
     TOKENIZER,
-    options=recorded_groups.Options(**(offline_options or {})),
+    options=recorded_groups.RecordedOptions(**(offline_options or {})),
     on_error=on_error,
     max_tokens=max_tokens,
     path=path,
@@ -144,7 +144,7 @@ def test_groups_are_datasets_among_loaders(tmp_path):
       num_prompts_per_dataloader=1,
       state=state,
       opener=lambda tokenizer, **fields: recorded_groups.open_groups(
-        tokenizer, options=recorded_groups.Options(), on_error="stop", **fields
+        tokenizer, options=recorded_groups.RecordedOptions(), on_error="stop", **fields
       ),
     )
 

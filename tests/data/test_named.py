@@ -326,7 +326,7 @@ def test_a_preference_names_the_reference(tmp_path, preference, reference):
 
 def groups(path, name):
   dataset = recorded_groups.open_groups(
-    TOKENIZER, options=recorded_groups.Options(), on_error="stop", path=path, dataset=name
+    TOKENIZER, options=recorded_groups.RecordedOptions(), on_error="stop", path=path, dataset=name
   )
   return [group_of(dataset.prompt(row, epoch=0)) for row in range(len(dataset))]
 
@@ -363,7 +363,11 @@ def test_answered_questions_of_openassistant_are_prompts_and_ranked_groups(tmp_p
   assert second.text.startswith("<role>user\nA colour?<end><role>assistant\nBlue.<end><role>user")
   assert second.info["expected_answer"] == "Red."
   dataset = recorded_groups.open_groups(
-    TOKENIZER, options=recorded_groups.Options(), on_error="stop", path=path, dataset="oasst1"
+    TOKENIZER,
+    options=recorded_groups.RecordedOptions(),
+    on_error="stop",
+    path=path,
+    dataset="oasst1",
   )
   item = group_of(dataset.prompt(0, epoch=0))
   assert {r.text: r.reward for r in item.group.rollouts} == {"Sky.": 0.0, "Blue.": 1.0}

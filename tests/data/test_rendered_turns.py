@@ -216,7 +216,7 @@ def groups(tmp_path, row, tokenizer, **options):
   path = tmp_path / "f.jsonl"
   path.write_text(json.dumps(row) + "\n")
   dataset = recorded_groups.open_groups(
-    tokenizer, options=recorded_groups.Options(**options), on_error="stop", path=path
+    tokenizer, options=recorded_groups.RecordedOptions(**options), on_error="stop", path=path
   )
   return group_of(dataset.prompt(0, epoch=0)).group
 
@@ -256,7 +256,7 @@ def test_rows_with_tools_that_are_not_written_are_counted_when_a_file_is_opened(
   path = tmp_path / "f.jsonl"
   path.write_text("".join(json.dumps(row) + "\n" for row in (ROLLOUT, plain, ROLLOUT)))
   dataset = recorded_groups.open_groups(
-    Asked(PLAIN), options=recorded_groups.Options(), on_error="skip", path=path
+    Asked(PLAIN), options=recorded_groups.RecordedOptions(), on_error="skip", path=path
   )
   assert len(dataset) == 1
   assert "skipped 2 of 3 rows: 2 with tools that the chat template does not write" in caplog.text

@@ -8,7 +8,7 @@ import pytest
 from grpo_jax import data
 from grpo_jax.data import overlap
 from grpo_jax.data.byte_tokenizer import ByteTokenizer
-from grpo_jax.data.group_options import Options
+from grpo_jax.data.group_options import RecordedOptions
 from grpo_jax.offline import recorded_groups
 
 TOKENIZER = ByteTokenizer()
@@ -136,7 +136,9 @@ def test_recorded_groups_are_compared_by_their_prompts(tmp_path):
     return {"prompt": prompt, "group": responses}
 
   def opener(tokenizer, **fields):
-    return recorded_groups.open_groups(tokenizer, options=Options(), on_error="stop", **fields)
+    return recorded_groups.open_groups(
+      tokenizer, options=RecordedOptions(), on_error="stop", **fields
+    )
 
   training = {"path": write(tmp_path / "train.jsonl", [group(p, "a") for p in "abcd"])}
   test = {"path": write(tmp_path / "test.jsonl", [group(p, "b") for p in "cdef"])}

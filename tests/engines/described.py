@@ -29,7 +29,7 @@ class Described(NamedTuple):
 
   prefill: tuple[Any, ...]
   decode: tuple[Any, ...]
-  options: sampler_inputs.Options
+  options: sampler_inputs.ProgramOptions
 
 
 def described(
@@ -44,7 +44,7 @@ def described(
     sizes: Sizes of the caches.
     dtype: Dtype of the products.
   """
-  options = sampler_inputs.Options(config, Products(dtype), chunk=4, group=4)
+  options = sampler_inputs.ProgramOptions(config, Products(dtype), chunk=4, group=4)
   options = sizes.applied(weight_sync._with_sharding(options, params))
   weights = sampler_weights.described(params, options)
   ring = continuous_batching._described(

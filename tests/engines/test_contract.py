@@ -12,7 +12,7 @@ from grpo_jax.engines import base
 from grpo_jax.engines.fake import FakeEngine
 from grpo_jax.engines.sglang import SGLangEngine
 from grpo_jax.serving.request_scheduling import ImmediateScheduler, RoundScheduler
-from grpo_jax.serving.requests import Options, TextRequest
+from grpo_jax.serving.requests import RequestOptions, TextRequest
 from grpo_jax.serving.session import ServedPolicy, Session
 from grpo_jax.types import FinishReason
 from tests.engines import sglang_fixtures, tiny
@@ -361,7 +361,7 @@ def test_turns_of_sessions_have_the_logprobs_of_the_model_after_all_tokens_befor
     policy.scheduler.join()
     try:
       for _ in range(2):
-        request = TextRequest(prompt=prompt, options=Options(has_token_ids=True))
+        request = TextRequest(prompt=prompt, options=RequestOptions(has_token_ids=True))
         answer = await session.complete(request)()
         prompt = (*prompt, *map(int, answer.generation.token_ids), 5)
     finally:

@@ -10,7 +10,7 @@ import pytest
 from grpo_jax import engines
 from grpo_jax.engines import server_process, sglang_servers
 from grpo_jax.engines.fleet import Fleet
-from grpo_jax.engines.server import FleetError, Options, Server
+from grpo_jax.engines.server import FleetError, FleetOptions, Server
 from grpo_jax.engines.sglang_options import SGLangOptions
 from grpo_jax.models import lora
 from tests import side_by_side
@@ -64,8 +64,8 @@ def test_an_address_where_nobody_listens_stops_the_run_and_says_why(make):
 def test_a_model_that_sglang_pads_on_a_cpu_is_refused_for_adapters(make, monkeypatch):
   monkeypatch.setattr(server_process, "check", lambda *arguments, **options: None)
   with pytest.raises(ValueError, match="intermediate_size to a multiple of 32, .* it is 40"):
-    make(adapter=lora.Options(rank=2))
-  make(sys.executable, "-c", "input()", adapter=lora.Options(rank=2)).close()
+    make(adapter=lora.AdapterOptions(rank=2))
+  make(sys.executable, "-c", "input()", adapter=lora.AdapterOptions(rank=2)).close()
 
 
 def test_given_servers_are_divided_among_the_processes_of_a_run():
@@ -128,7 +128,7 @@ def test_a_fleet_is_closed_also_while_one_of_its_servers_is_looked_at(monkeypatc
   monkeypatch.setattr(Server, "bring_up", comes_up)
 
   async def close():
-    fleet = Fleet(Options(addresses=("http://127.0.0.1:9",)), Nobody())
+    fleet = Fleet(FleetOptions(addresses=("http://127.0.0.1:9",)), Nobody())
     await fleet.start()
     await asyncio.sleep(0.05)
     fleet.servers[0].woken.set()

@@ -198,7 +198,7 @@ def test_each_distinct_prompt_is_prefilled_once_for_all_its_completions():
 
 def busy_session(sizes, requests, *, group=8):
   """Returns a session that has computed one chunk of the requests, and its weights."""
-  options = sampler_inputs.Options(CONFIG, Products(), 4, group=group)
+  options = sampler_inputs.ProgramOptions(CONFIG, Products(), 4, group=group)
   busy = continuous_batching.ContinuousBatcher(
     options,
     sizes=sizes,
@@ -397,7 +397,7 @@ def test_weights_loaded_between_chunks_stamp_the_tokens_that_they_sample():
 @pytest.mark.long
 def test_embedding_and_head_are_the_trainers_arrays_unless_copies_are_asked_for():
   tree = tiny.params(CONFIG)
-  options = sampler_inputs.Options(CONFIG, Products(), 4)
+  options = sampler_inputs.ProgramOptions(CONFIG, Products(), 4)
   weights = sampler_weights.split_layers(tree, options)
   assert weights.embed is tree["embed"] and weights.head is tree["embed"]
   copied = jax.tree.map(jnp.copy, tree)
@@ -444,7 +444,7 @@ def others(held):
 @pytest.mark.long
 def test_a_decode_step_updates_its_cache_in_place_and_copies_no_weights():
   wide = tiny.config(hidden_size=128, intermediate_size=512, num_layers=4)
-  options = sampler_inputs.Options(wide, Products(), 4)
+  options = sampler_inputs.ProgramOptions(wide, Products(), 4)
   weights = sampler_weights.split_layers(tiny.params(wide), options)
   prompts, own = kv_cache.empty_pages(16, 64, options), kv_cache.empty_ring(2, 8, 64, options)
   rows = scheduling.make_rows([], 8, {}, group=8, table=2)

@@ -15,7 +15,7 @@ from grpo_jax.models import lora, quantized, transformer
 from grpo_jax.models.products import LowRank, Products
 from tests.engines import tiny
 
-OPTIONS = lora.Options(rank=4, alpha=8.0)
+OPTIONS = lora.AdapterOptions(rank=4, alpha=8.0)
 CONFIG = tiny.config(vocab_size=64)
 ONE_LAYER = tiny.config(vocab_size=64, num_layers=1)
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9]]
@@ -191,7 +191,7 @@ def assert_like(weights, described):
 
 @pytest.mark.long
 def test_on_a_mesh_some_kernels_have_an_adapter():
-  options = lora.Options(rank=3, targets=("q", "v", "o", "up", "down"))
+  options = lora.AdapterOptions(rank=3, targets=("q", "v", "o", "up", "down"))
   tree = joined(options=options, config=ONE_LAYER)
   mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
   put = lambda x, axes, shapes: jax.device_put(

@@ -14,7 +14,7 @@ from grpo_jax.models import lora, quantized
 from tests.engines import sglang_fixtures, tiny
 
 CONFIG = tiny.config()
-OPTIONS = lora.Options(rank=4, alpha=8.0, targets=("q", "up"), rank_stabilized=True)
+OPTIONS = lora.AdapterOptions(rank=4, alpha=8.0, targets=("q", "up"), rank_stabilized=True)
 
 
 def joined(options=OPTIONS, seed=0):

@@ -27,7 +27,7 @@ from tests.engines.sglang_fixtures import collect
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
 CONFIG = tiny.config(intermediate_size=64)  # see `sglang_servers.refuse_padded`.
-OPTIONS = lora.Options(rank=4, alpha=8.0)
+OPTIONS = lora.AdapterOptions(rank=4, alpha=8.0)
 LOAD, GENERATE, MODELS = "/load_lora_adapter", "/generate", "/v1/models"
 PATIENCE = {"health_every_s": 1.0, "health_timeout_s": 20.0, "control_timeout_s": 60.0}
 PATIENCE["start_timeout_s"] = 60.0
@@ -73,7 +73,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory):
   """A server for adapters of a rank that is larger than that of the tests."""
-  needed = served_adapter.arguments(lora.Options(rank=8))
+  needed = served_adapter.arguments(lora.AdapterOptions(rank=8))
   server = sglang_fixtures.start(model, tmp_path_factory.mktemp("servers"), arguments=needed)
   try:
     eventually(lambda: answers(server), timeout_s=280.0)
@@ -287,7 +287,7 @@ def test_a_server_whose_memory_was_released_gets_the_base_again(make, proxy):
   ],
 )
 def test_every_choice_of_kernels_and_scale_is_served(make, targets, is_stabilized):
-  options = lora.Options(rank=8, alpha=8.0, targets=targets, rank_stabilized=is_stabilized)
+  options = lora.AdapterOptions(rank=8, alpha=8.0, targets=targets, rank_stabilized=is_stabilized)
   engine = make(adapter=options)
   params = weights(1, options=options, strength=1.0)
   own = probe.Probe(CONFIG, compute_dtype="float32", num_valid_tokens=CONFIG.vocab_size)
@@ -297,9 +297,9 @@ def test_every_choice_of_kernels_and_scale_is_served(make, targets, is_stabilize
 
 
 def test_a_server_for_smaller_ranks_is_refused_by_name(make):
-  engine = make(adapter=lora.Options(rank=16))
+  engine = make(adapter=lora.AdapterOptions(rank=16))
   with pytest.raises(FleetError, match="max-lora-rank is 8, but model.lora.rank is 16") as refused:
-    engine.load_weights(weights(1, options=lora.Options(rank=16)), version=1)
+    engine.load_weights(weights(1, options=lora.AdapterOptions(rank=16)), version=1)
   assert re.search("Start it with --enable-lora --max-lora-rank 16 ", str(refused.value))
 
 

@@ -205,7 +205,7 @@ def test_requests_in_flight_continue_while_weights_change(make):
 
 
 def test_a_server_without_adapters_is_refused_for_them(make):
-  options = lora.Options(rank=4)
+  options = lora.AdapterOptions(rank=4)
   engine = make(version=None, adapter=options)
   adapter = lora.init(jax.random.key(0), CONFIG, options)
   with pytest.raises(FleetError, match="LoRA is off there. Start it with --enable-lora"):

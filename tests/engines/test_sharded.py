@@ -60,7 +60,7 @@ def prefill_on(shape):
   lies = sharding.param_shardings(transformer.logical_axes(model_config), mesh, shapes=tree)
   tree = jax.device_put(tree, lies)
   options = weight_sync._with_sharding(
-    sampler_inputs.Options(model_config, Products(), chunk=4), tree
+    sampler_inputs.ProgramOptions(model_config, Products(), chunk=4), tree
   )
   weights = sampler_weights.split_layers(tree, options)
   whole = np.zeros(TOKENS, np.int32)

@@ -16,7 +16,7 @@ from grpo_jax.engines.dispatch import CompletionJob, Dispatcher
 from grpo_jax.engines.fleet import Fleet
 from grpo_jax.engines.generate_call import GenerateCall
 from grpo_jax.engines.launching import LaunchOptions
-from grpo_jax.engines.server import Adapter, Options, WeightsVersion
+from grpo_jax.engines.server import Adapter, FleetOptions, WeightsVersion
 from grpo_jax.engines.sglang_client import Timeouts
 from grpo_jax.models import lora
 from tests.engines import simulated, tiny
@@ -58,11 +58,11 @@ class World:
     self.begun = self.published = -1
     self.found = []
     is_launched = kind == "launched"
-    options = Options(
+    options = FleetOptions(
       addresses=() if is_launched else tuple(f"http://{i}" for i in range(servers)),
       servers=servers,
       launch=LAUNCH if is_launched else None,
-      adapter=lora.Options(rank=2) if kind == "adapters" else None,
+      adapter=lora.AdapterOptions(rank=2) if kind == "adapters" else None,
       timeouts=TIMEOUTS,
       start_timeout_s=30.0,
       health_every_s=2.0,

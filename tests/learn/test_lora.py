@@ -33,8 +33,8 @@ CONFIG = ModelConfig(
   tie_embeddings=False,
 )
 TIED = dataclasses.replace(CONFIG, tie_embeddings=True)
-OPTIONS = lora.Options(rank=4, alpha=8.0, base_dtype="float32")
-FULL_RANK = lora.Options(rank=D, alpha=float(D), base_dtype="float32")
+OPTIONS = lora.AdapterOptions(rank=4, alpha=8.0, base_dtype="float32")
+FULL_RANK = lora.AdapterOptions(rank=D, alpha=float(D), base_dtype="float32")
 ROWS = packing.Shape(3, 16, 16)  # a row for each of the groups.
 OPTIMIZER, _ = optim.make(1000, learning_rate=0.01, max_grad_norm=None, weight_decay=0.0)
 
@@ -49,7 +49,7 @@ class Made:
 
 @functools.cache
 def made(
-  options: lora.Options | None,
+  options: lora.AdapterOptions | None,
   *,
   config: ModelConfig = CONFIG,
   sizes: tuple[int, int, int] = (1, 1, 1),

@@ -16,7 +16,7 @@ from grpo_jax.models.errors import MissingModel, ModelError
 from tests.models import tiny
 
 CONFIG = tiny.config()
-OPTIONS = lora.Options(2, 6.0, ("q", "v"))
+OPTIONS = lora.AdapterOptions(2, 6.0, ("q", "v"))
 LAST = "base_model.model.model.layers.2.self_attn.v_proj.lora_B.weight"
 
 
@@ -257,7 +257,7 @@ def test_only_one_leaf_is_on_the_host(monkeypatch):
 
 
 def test_a_rank_stabilised_scale_is_one_that_every_reader_multiplies_by():
-  options = lora.Options(9, 8.0, rank_stabilized=True)
+  options = lora.AdapterOptions(9, 8.0, rank_stabilized=True)
   written = peft_format.to_peft(options, base="x")
   assert written["use_rslora"] is False
   assert written["lora_alpha"] / written["r"] == pytest.approx(options.scale, rel=1e-15)

@@ -19,7 +19,7 @@ from tests.models import tiny
 CONFIG = tiny.config(
   hidden_size=48, intermediate_size=40, num_heads=4, num_kv_heads=2, num_layers=2
 )
-OPTIONS = lora.Options(rank=3, alpha=6.0)
+OPTIONS = lora.AdapterOptions(rank=3, alpha=6.0)
 KERNELS = tuple(lora.MODULES)
 
 
@@ -109,13 +109,13 @@ def test_targets_that_name_nothing_are_refused(patterns, message):
 
 
 def test_scale_is_alpha_over_rank_or_over_its_root():
-  assert lora.Options(rank=16, alpha=32.0).scale == 2.0
-  assert lora.Options(rank=16, alpha=32.0, rank_stabilized=True).scale == 8.0
+  assert lora.AdapterOptions(rank=16, alpha=32.0).scale == 2.0
+  assert lora.AdapterOptions(rank=16, alpha=32.0, rank_stabilized=True).scale == 8.0
 
 
 def test_a_is_drawn_and_b_is_zero():
   config = dataclasses.replace(CONFIG, hidden_size=200, intermediate_size=320, num_layers=4)
-  options = lora.Options(rank=16, targets=("q", "down"))
+  options = lora.AdapterOptions(rank=16, targets=("q", "down"))
   found = lora.init(jax.random.key(0), config, options)
   assert set(found) == {"q", "down"}
   for kernel, inputs in (("q", 200), ("down", 320)):
@@ -132,7 +132,7 @@ def test_kaiming_is_torchs_with_a_of_root_5():
 
   theirs = torch.empty(16, 200)  # PEFT's A: [r, i].
   torch.nn.init.kaiming_uniform_(theirs, a=5**0.5, generator=torch.Generator().manual_seed(0))
-  options = lora.Options(rank=16, targets=("q",))
+  options = lora.AdapterOptions(rank=16, targets=("q",))
   config = dataclasses.replace(CONFIG, hidden_size=200)
   ours = np.asarray(lora.init(jax.random.key(0), config, options)["q"]["a"])
   assert np.abs(ours).max() == pytest.approx(float(theirs.abs().max()), rel=0.01)

@@ -51,7 +51,7 @@ def _run(params, config):
 @pytest.mark.long
 def test_peft_computes_the_logits_of_our_folder(base, tmp_path):
   make, loaded = base
-  options = lora.Options(RANK, ALPHA, rank_stabilized=True)
+  options = lora.AdapterOptions(RANK, ALPHA, rank_stabilized=True)
   adapter = random_adapter(loaded.config, options)
   adapter_files.write(adapter, loaded.config, options, tmp_path / "adapter", base="base")
   ours = our_logits(loaded, adapter, options.scale)
@@ -75,7 +75,7 @@ def test_peft_computes_the_logits_of_our_folder(base, tmp_path):
 def test_peft_finds_every_kernel(kernel, without, one_layer, tmp_path):
   """A kernel alone, and all the others: what PEFT adds to each weight is s A B."""
   targets = tuple(each for each in lora.MODULES if (each == kernel) != without)
-  options = lora.Options(RANK, ALPHA, targets)
+  options = lora.AdapterOptions(RANK, ALPHA, targets)
   adapter = random_adapter(one_layer.config, options)
   adapter_files.write(adapter, one_layer.config, options, tmp_path, base="base")
   model = peft.PeftModel.from_pretrained(tiny.hf_model("llama", num_hidden_layers=1), tmp_path)
@@ -205,7 +205,7 @@ def double(model, monkeypatch):
 @pytest.mark.long
 def test_gradients_of_an_adapter_are_those_of_peft_in_float64(tmp_path, monkeypatch):
   loaded = tiny.saved(tiny.hf_model("qwen3"), tmp_path / "base")
-  options = lora.Options(RANK, ALPHA)
+  options = lora.AdapterOptions(RANK, ALPHA)
   adapter = random_adapter(loaded.config, options)
   adapter_files.write(adapter, loaded.config, options, tmp_path / "adapter", base="base")
   weights = np.random.default_rng(2).standard_normal((*TOKENS.shape, 61))

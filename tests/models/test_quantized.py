@@ -157,7 +157,7 @@ def folder(tmp_path_factory):
 
 
 def read(folder, base_dtype, mesh=None):
-  dtypes = adapters.read_dtypes(lora.Options(rank=2, base_dtype=base_dtype))
+  dtypes = adapters.read_dtypes(lora.AdapterOptions(rank=2, base_dtype=base_dtype))
   lies = lambda axes: jax.tree.map(
     lambda leaf, at: jax.tree.map(
       lambda x: x.sharding, parameter_reading.described(leaf, at, dtypes)
@@ -188,7 +188,7 @@ def test_no_kernel_is_on_the_host_in_full_precision(tmp_path, monkeypatch):
   config = tiny.config(hidden_size=256, intermediate_size=4096, num_layers=2, vocab_size=64)
   large = export.to_huggingface(tiny.random_params(config), config, tmp_path / "m")
   monkeypatch.setattr(parameter_reading, "CHUNK_VALUES", 1 << 14)
-  dtypes = adapters.read_dtypes(lora.Options(rank=2, base_dtype="nf4"))
+  dtypes = adapters.read_dtypes(lora.AdapterOptions(rank=2, base_dtype="nf4"))
   tensors = safetensors.open_folder(large)
   tracemalloc.start()
   parameter_reading.read_params(tensors, config, dtype=dtypes)
@@ -208,7 +208,7 @@ def tokens():
 
 def scores(params, inputs, products):
   """Returns hidden states, and their gradient with respect to an adapter and to the embeddings."""
-  options = lora.Options(rank=4, targets=("q", "o", "down"))
+  options = lora.AdapterOptions(rank=4, targets=("q", "o", "down"))
   rng = np.random.default_rng(2)
   own = jax.tree.map(
     lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * 0.1, "float32"),

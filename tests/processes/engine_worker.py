@@ -203,7 +203,7 @@ def given_servers(folder):
 
 def with_adapter(version):
   """Returns weights with an adapter of the queries, both spread over the processes."""
-  options = lora.Options(rank=2, targets=("q",))
+  options = lora.AdapterOptions(rank=2, targets=("q",))
   mesh = sharding.make_mesh(data=1, fsdp=2, tensor=2)
   tree = lora.tree(CONFIG, options)
   places = sharding.param_shardings(jax.tree.map(lambda x: x.axes, tree), mesh, shapes=tree)

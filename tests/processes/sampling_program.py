@@ -107,7 +107,7 @@ def bytes_of_device(weights):
 
 def with_adapter(config, base, seed):
   """Returns weights with an adapter, which is split as that of a run."""
-  options = lora.Options(rank=2, alpha=4.0)
+  options = lora.AdapterOptions(rank=2, alpha=4.0)
   tree, mesh = lora.tree(config, options), base["embed"].sharding.mesh
   axes = jax.tree.map(lambda leaf: leaf.axes, tree)
   placed = sharding.param_shardings(axes, mesh, shapes=tree)

@@ -297,5 +297,5 @@ def test_help_shows_an_index_and_every_option():
   assert not [name for name in found if name not in index]
   shown = objectives.make.__doc__
   assert "    kl_coef = 0.01: coefficient of the KL" in shown
-  options = inspect.signature(objectives.objective_options.Options).parameters
+  options = inspect.signature(objectives.objective_options.ResolvedOptions).parameters
   assert not [name for name in options if f"    {name} = " not in shown]

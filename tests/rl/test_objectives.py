@@ -491,7 +491,9 @@ def test_every_option_refuses_values_of_other_types_by_name():
     "seq_logprob_error_threshold": [None, 1.0],
     "clip_cov_ub": [math.inf, 0.5, 1.0],
   }
-  assert set(allowed) == {field.name for field in dataclasses.fields(objective_options.Options)}
+  assert set(allowed) == {
+    field.name for field in dataclasses.fields(objective_options.ResolvedOptions)
+  }
   for name, fine in allowed.items():
     for value in wrong:
       if any(value is one or (value == one and type(value) is type(one)) for one in fine):

@@ -18,7 +18,7 @@ from tests.runs.test_sglang_runs import command, leftovers, steps_of
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
 STEPS = 5
-OPTIONS = lora.Options(rank=4, alpha=16.0, rank_stabilized=True)
+OPTIONS = lora.AdapterOptions(rank=4, alpha=16.0, rank_stabilized=True)
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ def write(path, rows):
 def groups(path):
   dataset = recorded_groups.open_groups(
     ByteTokenizer(),
-    options=recorded_groups.Options(),
+    options=recorded_groups.RecordedOptions(),
     on_error="stop",
     path=path,
     max_prompt_tokens=9999,

@@ -17,7 +17,7 @@ class PackageError(ExpectedFailure, ValueError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class VerifiersOptions:
   """Options of the environments; see `verifiers.make`."""
 
   harness: str | Mapping[str, Any] | None = None

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from grpo_environments.verifiers_kinds.base import Options, PackageError, package, plain
+from grpo_environments.verifiers_kinds.base import PackageError, VerifiersOptions, package, plain
 from grpo_jax.environments.base import Endpoint, StepResult
 from grpo_jax.environments.isolation import EnvironmentFailure
 
@@ -74,7 +74,7 @@ class DatasetTasks:
 class ClassicEnvironment:
   """Makes attempts with an environment's own loop of turns, tools and rubric."""
 
-  def __init__(self, environment: Any, tasks: DatasetTasks, options: Options):
+  def __init__(self, environment: Any, tasks: DatasetTasks, options: VerifiersOptions):
     if options.env or options.harness or options.max_turns is not None:
       raise PackageError(
         "harness, env and max_turns are options of verifiers from 0.4 on; environments of earlier"

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_environments.verifiers_kinds import chat_loop
-from grpo_environments.verifiers_kinds.base import Options, PackageError, package, plain
+from grpo_environments.verifiers_kinds.base import PackageError, VerifiersOptions, package, plain
 from grpo_jax.environments.base import Endpoint, StepResult
 from grpo_jax.environments.isolation import EnvironmentFailure
 
@@ -59,7 +59,9 @@ class TasksetTasks:
 class TasksetEnvironment:
   """Makes attempts with the environment of a taskset."""
 
-  def __init__(self, name: str, args: Mapping[str, Any], tasks: TasksetTasks, options: Options):
+  def __init__(
+    self, name: str, args: Mapping[str, Any], tasks: TasksetTasks, options: VerifiersOptions
+  ):
     loaders = package("verifiers.v1.utils.loaders")
     ident = taskset_id(name)
     raw = {**options.env, "taskset": {**args, "id": ident}, "interception": {"type": "server"}}
@@ -136,7 +138,7 @@ class TasksetEnvironment:
     return StepResult(reward, done=True, metrics={"accuracy": accuracy, **metrics})
 
 
-def _settle_agents(raw: dict[str, Any], ident: str, options: Options) -> None:
+def _settle_agents(raw: dict[str, Any], ident: str, options: VerifiersOptions) -> None:
   """Gives every agent of an environment a program and a place where it runs.
 
   Raises:
@@ -169,7 +171,7 @@ def _settle_agents(raw: dict[str, Any], ident: str, options: Options) -> None:
     )
 
 
-def _harness(ident: str, options: Options) -> dict[str, Any]:
+def _harness(ident: str, options: VerifiersOptions) -> dict[str, Any]:
   """Returns the program of an agent: that of the options, of the taskset, or our loop."""
   if isinstance(options.harness, str):
     return {"id": options.harness}
