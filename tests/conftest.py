@@ -19,10 +19,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
   signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What one test compiled, others do not compile again: neither in the workers of `pytest -n` nor in
-# processes that tests start. All inherit the folder from the first process, which removes it.
+# processes that tests start. All inherit the folder from the first process, which removes it unless
+# the gate keeps it for another part.
 if "PYTEST_XDIST_WORKER" not in os.environ:
-  CACHE = tempfile.mkdtemp(prefix="xla-cache-")
-  atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
+  CACHE = os.environ.get("GRPO_JAX_TEST_PROGRAMS")
+  if not CACHE:
+    CACHE = tempfile.mkdtemp(prefix="xla-cache-")
+    atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
   os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE
   os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(4 << 30)  # JAX locks a limited cache only.
   os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
