@@ -30,8 +30,8 @@ def gate(tmp_path):
   log.touch()
   for name, text in (
     ("make", FAKE_MAKE.format(log=log)),
-    ("python3.12", "#!/bin/sh\nexit 1\n"),  # no second stack; and none of pyenv's.
-    ("pyenv", "#!/bin/sh\nexit 1\n"),
+    ("python3.12", ""),  # written by each run.
+    ("pyenv", "#!/bin/sh\nexit 1\n"),  # none of pyenv's either.
     *((name, "#!/bin/sh\n") for name in ("bwrap", "shellcheck", "sbatch", "mpirun")),
   ):
     program = tmp_path / "bin" / name
@@ -39,7 +39,9 @@ def gate(tmp_path):
     program.write_text(text)
     program.chmod(0o755)
 
-  def run(*parts, failing=""):
+  def run(*parts, failing="", has_second=False):
+    second = tmp_path / "bin" / "python3.12"
+    second.write_text(f"#!/bin/sh\nexit {int(not has_second)}\n")
     environment = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "FAILING": failing}
     done = subprocess.run([copy, *parts], env=environment, capture_output=True, text=True)
     return done, log.read_text().splitlines()
@@ -92,6 +94,18 @@ def test_trackers_and_environments_are_tested_beside_the_slow_part_and_can_fail_
   for target in ("test-trackers", "test-environments"):
     done, _ = gate("slow", failing=target)
     assert done.returncode != 0 and parts_of(done) == ["slow (failed)", "together"]
+
+
+def test_what_the_second_stack_runs_is_left_out_only_if_the_gate_runs_it(gate):
+  _, apart = gate("long", "slow", has_second=True)
+  assert {"make test-long ARGS=", "make test-slow ARGS="} <= set(apart)
+  _, targets = gate("long", "slow", "second", has_second=True)
+  long, slow = sorted(target for target in targets[len(apart) :] if "ARGS" in target)
+  left_out = re.findall("--deselect=([^ :]+)", long)
+  assert {"tests/kernels", "tests/rl", "tests/learn"} <= set(left_out)
+  assert all((ROOT / path).exists() for path in left_out)
+  day = "tests/scripts/test_gpu_day.py::test_a_tiny_day_runs_to_its_end"
+  assert slow == f"make test-slow ARGS=--deselect={day}"
 
 
 def test_an_unknown_part_is_refused_before_anything_runs(gate):
