@@ -65,6 +65,7 @@ def before_model(config: Config, mesh: Mesh) -> None:
 
 def check_model(config: Config, mesh: Mesh, model: loading.ModelFacts) -> None:
   """Raises ConfigError for a model with which the options cannot work; see `check_split`."""
+  check_attention(config, mesh, width=model.config.head_dim)
   check_context(config, model)
   check_split(mesh, model)
 
@@ -121,10 +122,17 @@ def check_kernels(config: Config, mesh: Mesh) -> None:
   check_attention(config, mesh)
 
 
-def check_attention(config: Config, mesh: Mesh) -> None:
-  """Raises ConfigError for a `model.attention` that cannot run here."""
+def check_attention(config: Config, mesh: Mesh, *, width: int | None = None) -> None:
+  """Raises ConfigError for a `model.attention` that cannot run here.
+
+  Args:
+    config: Config of the run.
+    mesh: Mesh of the devices.
+    width: Width of the model's heads; None: not known yet.
+  """
+  dtype = config.model.compute_dtype
   try:
-    attention_choice.pick(config.model.attention, _chip(mesh), dtype=config.model.compute_dtype)
+    attention_choice.pick(config.model.attention, _chip(mesh), dtype=dtype, width=width)
   except (ValueError, NotImplementedError) as error:
     raise configuration.ConfigError(f"model.attention: {error}") from error
 

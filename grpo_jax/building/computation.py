@@ -46,6 +46,7 @@ from grpo_jax.learn import (
 )
 from grpo_jax.models import export
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.placement import attention_partition
 from grpo_jax.models.products import Products
 from grpo_jax.processes import arrays
 from grpo_jax.rl import estimators, objectives
@@ -327,7 +328,7 @@ def make(
       config.model.compute_dtype, config.model.product_dtype, sharding.placement(mesh)
     ),
     "remat": config.model.remat,
-    "attention": Attention(config.model.attention),
+    "attention": Attention(config.model.attention, attention_partition(mesh)),
     "partition": sharding.head_partition(mesh),
   }
   exact = {"matmul_precision": matmul_precision}
@@ -393,7 +394,7 @@ def make_teacher(config: Config, model: ModelConfig, mesh: Mesh) -> Teacher:
     model,
     temperature=teacher_options.temperature(config),
     products=Products(*dtypes, sharding.placement(mesh)),
-    attention=Attention(config.model.attention),
+    attention=Attention(config.model.attention, attention_partition(mesh)),
     implementation=config.model.logprobs,
     partition=sharding.head_partition(mesh),
   )

@@ -47,7 +47,7 @@ def open_weights(
   stack.enter_context(notices.on_screen(screen))
   stack.enter_context(compilations.listening())
   mesh = device_options.trainer_mesh(config)
-  checks.check_attention(config, mesh)
+  checks.check_attention(config, mesh, width=weights.model.config.head_dim)
   checks.check_context(config, weights.model)
   tokenizer = policy_model.load_tokenizer(config, weights.directory, adapter=weights.tokenizer)
   return OpenedWeights(weights, tokenizer, mesh, screen, compilations)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from grpo_kernels.attention import parts
 from grpo_kernels.attention.parts import Partial
+from grpo_kernels.attention.visible import visible
 from grpo_kernels.linear_logprobs import reference
 from jaxtyping import Array, Float, Int
 
@@ -24,7 +25,7 @@ from grpo_jax.engines.sampler_inputs import Pieces, PrefillChunk, ProgramOptions
 from grpo_jax.engines.sampler_weights import SamplerWeights
 from grpo_jax.models import layers
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.placement import MeshPlacement
+from grpo_jax.models.placement import MeshPlacement, attention_partition
 from grpo_jax.models.products import Products
 
 _LayerCache = TypeVar("_LayerCache")
@@ -36,7 +37,8 @@ def prefill(
   """Computes keys and values of a chunk of prompts and writes them into their pages.
 
   Each token is a row of its own. On a mesh tokens are split as the rows of a batch are, weights are
-  gathered, and only keys and values go to all devices, because the pages hold them there.
+  gathered, and only queries, keys and values go to all devices: the pages hold the latter there,
+  and attention of a chunk is little work.
 
   Args:
     weights: Weights made by `split_layers`.
@@ -148,6 +150,11 @@ def _read(
   settings = {"config": config, "products": products}
   x = layers.embed(weights.embed, jnp.asarray(taken.tokens)[:, None], **settings)
   written = []
+  attention = dataclasses.replace(options.attention, partition=attention_partition(options.mesh))
+  seen = {}
+  for window in dict.fromkeys(kind.window for kind in config.kinds):
+    of_window = visible(segment_ids, positions=positions[None], window=window)
+    seen[window] = attention.prepared(of_window, width=config.head_dim, products=products)
   for i, (own, kind) in enumerate(zip(cache, config.kinds, strict=True)):
 
     def attend(q, k, v, own=own, window=kind.window):
@@ -155,8 +162,7 @@ def _read(
       k, v = (products.place(y[:, 0].astype(dtype)[None], everywhere) for y in (k, v))
       own = write(own, k, v)
       q = q.swapaxes(0, 1)  # one row of all tokens, as the keys and values.
-      rule = {"positions": positions[None], "window": window}
-      here = options.attention.partial(q, k, v, segment_ids, **rule, products=products)
+      here = attention.partial(q, k, v, seen[window], products=products)
       earlier = before(q, k.shape[2], own, cached_attention.first_seen(positions, window))
       found = parts.joined(here, earlier)
       return (found.mixed / found.total[..., None]).swapaxes(0, 1), own

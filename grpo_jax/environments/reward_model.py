@@ -158,13 +158,11 @@ def make(
     raise ValueError(f"compute_dtype is one of {_DTYPES}, got {compute_dtype!r}")
   if max_tokens < 1 or batch_size < 1:
     raise ValueError(f"need max_tokens >= 1, batch_size >= 1, got {max_tokens}, {batch_size}")
-  try:
-    choice.pick(attention, choice.current_chip(), dtype=compute_dtype)
-  except NotImplementedError as error:
-    raise ValueError(str(error)) from error
+  _check_attention(attention, compute_dtype, width=None)
   folder = sources.resolve(path, cache_dir=cache_dir)
   encoder = conversation.load_encoder(folder, chat_template=chat_template)
   model = loading.load_classifier(folder, dtype=jnp.dtype(compute_dtype))
+  _check_attention(attention, compute_dtype, width=model.config.head_dim)
   if encoder.vocab_size > model.config.vocab_size:
     raise ValueError(
       f"{folder}: the tokenizer has {encoder.vocab_size} ids, the reward model only"
@@ -182,6 +180,14 @@ def make(
     shift=shift,
     scale=scale,
   )
+
+
+def _check_attention(name: str | None, dtype: str, *, width: int | None) -> None:
+  """Raises ValueError for an implementation of attention that cannot run here."""
+  try:
+    choice.pick(name, choice.current_chip(), dtype=dtype, width=width)
+  except NotImplementedError as error:
+    raise ValueError(str(error)) from error
 
 
 def _label(label: int | None, model: loading.LoadedClassifier) -> int:

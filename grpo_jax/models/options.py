@@ -93,7 +93,7 @@ class ModelOptions:
   )
   attention: str | None = option(
     None,
-    'attention of rows of tokens: "xla_chunked" or "reference"; None: chosen automatically.'
+    'attention of rows of tokens: "xla_blocked" or "reference"; None: chosen automatically.'
     " Decoding, one token at a time over a cache, is another computation and has no choice",
   )
   # What was used in place of `path`; a run records it: asked, taken and reason.

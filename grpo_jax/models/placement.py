@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 import jax
+from grpo_kernels.attention import Partition
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -104,3 +105,11 @@ class MeshPlacement:
 
   def _constrained(self, x: Array, spec: PartitionSpec) -> Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+
+def attention_partition(mesh: Mesh | None) -> Partition | None:
+  """Returns how attention is split: rows and heads as `ACTIVATIONS` says; None on one device."""
+  if mesh is None or mesh.size == 1:
+    return None
+  (head_axis,) = ACTIVATIONS["heads"]
+  return Partition(mesh, row_axes=ACTIVATIONS["rows"], head_axis=head_axis)

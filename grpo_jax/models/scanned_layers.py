@@ -1,20 +1,21 @@
 """Layers that differ, in one scanned program. Pure.
 
-What differs (the window, the rotary table) is an array with one entry per layer, which the scan
-passes to each layer. What is the same in all layers is a constant without an array: a model whose
-layers are all of one kind has the same program as without this module.
+What differs (the window, the rotary table) is computed once for each kind of layer, and the scan
+passes the number of its kind to each layer. A model whose layers are all of one kind has the same
+program as without this module.
 """
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from grpo_kernels.attention import Attention, Visible
+from grpo_kernels.attention.visible import WHOLE, visible
 from jaxtyping import Array, Float, Int
 
 from grpo_jax.models import layers
 from grpo_jax.models.config import ModelConfig
-
-_NO_WINDOW = 2**30  # longer than any context; differences of positions stay in int32.
+from grpo_jax.models.products import Products
 
 
 class Tokens(NamedTuple):
@@ -23,23 +24,19 @@ class Tokens(NamedTuple):
   Attributes:
     cos: Cosines of the one rotary table [B T half], or of several [N B T half]; None: no table.
     sin: Sines, of the same shape.
-    segment_ids: Segments [B T]; 0 is padding.
-    branch_ids: Branches [B T]; None: one branch in every segment.
-    positions: Positions [B T] if any layer has a window, else None.
+    seen: Keys that each token sees in layers of the one window, or of several [N ...].
   """
 
   cos: Array | None
   sin: Array | None
-  segment_ids: Int[Array, "B T"]
-  branch_ids: Int[Array, "B T"] | None
-  positions: Int[Array, "B T"] | None
+  seen: Visible
 
 
 class Kinds(NamedTuple):
   """What differs between layers: [L], or a scalar in one layer; None if it is the same in all.
 
   Attributes:
-    window: Number of tokens that a token sees.
+    window: Index of the layer's window in `Tokens`.
     table: Index of the layer's rotary table in `Tokens`.
   """
 
@@ -52,7 +49,7 @@ class View(NamedTuple):
 
   cos: Float[Array, "B T half"] | None
   sin: Float[Array, "B T half"] | None
-  window: Any
+  seen: Visible
 
 
 def tokens(
@@ -60,41 +57,77 @@ def tokens(
   positions: Int[Array, "B T"],
   segment_ids: Int[Array, "B T"],
   branch_ids: Int[Array, "B T"] | None,
+  *,
+  attention: Attention,
+  products: Products,
 ) -> Tokens:
-  """Returns the input of every layer, computed once."""
+  """Returns the input of every layer, computed once.
+
+  Args:
+    config: Sizes and switches.
+    positions: Position of each token in prompt + completion.
+    segment_ids: Segment of each token; 0 is padding.
+    branch_ids: Branch of each token; None: one branch in every segment.
+    attention: Attention of the layers.
+    products: Options of matrix products.
+  """
   found = [layers.rope_angles(positions, config, table) for table in _tables(config)]
   cos, sin = zip(*found, strict=True)
   if len(found) == 1:
     angles = cos[0], sin[0]
   else:
     angles = _stacked(cos, 1.0), _stacked(sin, 0.0)
-  has_window = any(kind.window is not None for kind in config.kinds)
-  return Tokens(*angles, segment_ids, branch_ids, positions if has_window else None)
+  windows = _windows(config)
+  if len(windows) > 1:
+    windows = [WHOLE if window is None else window for window in windows]
+  settings = {"width": config.head_dim, "products": products}
+  seen = [
+    attention.prepared(visible(segment_ids, branch_ids, positions=positions, window=n), **settings)
+    for n in windows
+  ]
+  return Tokens(*angles, seen[0] if len(seen) == 1 else jax.tree.map(_stack, *seen))
 
 
 def kinds(config: ModelConfig) -> Kinds:
   """Returns what differs between the layers, for a scan over them."""
-  windows, tables = [kind.window for kind in config.kinds], _tables(config)
+  windows, tables = _windows(config), _tables(config)
+  numbers = lambda found: jnp.asarray(found, jnp.int32)
   window = table = None
-  if len(set(windows)) > 1:
-    window = jnp.asarray([_NO_WINDOW if each is None else each for each in windows], jnp.int32)
+  if len(windows) > 1:
+    window = numbers([windows.index(kind.window) for kind in config.kinds])
   if len(tables) > 1:
-    table = jnp.asarray([tables.index(kind.rope) for kind in config.kinds], jnp.int32)
+    table = numbers([tables.index(kind.rope) for kind in config.kinds])
   return Kinds(window, table)
 
 
-def view(config: ModelConfig, tokens: Tokens, kind: Kinds) -> View:
+def view(tokens: Tokens, kind: Kinds) -> View:
   """Returns one layer's view of the tokens.
 
   Args:
-    config: Sizes and switches.
     tokens: Input of every layer, made by `tokens`.
     kind: Entry of `kinds` for the layer.
   """
-  cos, sin = tokens.cos, tokens.sin
+  cos, sin, seen = tokens
   if kind.table is not None:
-    cos, sin = (jax.lax.dynamic_index_in_dim(x, kind.table, keepdims=False) for x in (cos, sin))
-  return View(cos, sin, config.kinds[0].window if kind.window is None else kind.window)
+    cos, sin = _entry((cos, sin), kind.table)
+  if kind.window is not None:
+    seen = _entry(seen, kind.window)
+  return View(cos, sin, seen)
+
+
+def _entry(stacked: Any, index: Array) -> Any:
+  """Returns an entry of all arrays of a tree."""
+  at = lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
+  return jax.tree.map(at, stacked)
+
+
+def _stack(*arrays: Array) -> Array:
+  return jnp.stack(arrays)
+
+
+def _windows(config: ModelConfig) -> list[int | None]:
+  """Returns the windows of the layers, in the order of their first use."""
+  return list(dict.fromkeys(kind.window for kind in config.kinds))
 
 
 def _tables(config: ModelConfig) -> list[int | None]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from grpo_kernels.attention import AUTOMATIC, Attention
+from grpo_kernels.attention import ATTENDED, AUTOMATIC, Attention
 from jaxtyping import Array, Float, Int
 
 from grpo_jax.models import gradient_sums, layers, leaves, scanned_layers
@@ -72,7 +72,7 @@ class Transformer(nn.Module):
     config: Sizes and switches.
     products: Options of matrix products. Weights stay float32.
     remat: Activations that the backward pass recomputes: "none" keeps all of them, "dots" keeps the
-      results of products with weights, "full" keeps the input of every layer only.
+      results of products with weights and of attention, "full" keeps the input of every layer only.
     attention: Attention among the tokens of packed rows.
   """
 
@@ -114,7 +114,8 @@ class Transformer(nn.Module):
     )
     settings = {"config": self.config, "products": self.products}
     x = layers.embed(own["embed"], tokens, **settings)
-    given = scanned_layers.tokens(self.config, positions, segment_ids, branch_ids)
+    shared = {"attention": self.attention, "products": self.products}
+    given = scanned_layers.tokens(self.config, positions, segment_ids, branch_ids, **shared)
     block = stack(self.config, self.products, self.attention, name="layers")
     x, extras = block(x, given, scanned_layers.kinds(self.config))
     x = layers.norm(x, own["final_norm"], **settings)
@@ -166,14 +167,15 @@ def outputs(
     attention: Attention among the tokens of packed rows.
   """
   stack = params[gradient_sums.LAYERS]
+  given = lambda: scanned_layers.tokens(
+    config, positions, segment_ids, branch_ids, attention=attention, products=products
+  )
   if isinstance(stack, gradient_sums.Stack):
     if remat == "full":
-      given = scanned_layers.tokens(config, positions, segment_ids, branch_ids)
-      return _summing_in_place(params, config, tokens, given, products, attention)
+      return _summing_in_place(params, config, tokens, given(), products, attention)
     params = {**params, gradient_sums.LAYERS: gradient_sums.joined(stack.weights, stack.sums)}
   if not all(isinstance(x, _ARRAYS) for x in params[gradient_sums.LAYERS].values()):
-    given = scanned_layers.tokens(config, positions, segment_ids, branch_ids)
-    return _scanned(params, config, tokens, given, products, remat, attention)
+    return _scanned(params, config, tokens, given(), products, remat, attention)
   model = Transformer(config, products=products, remat=remat, attention=attention)
   inputs = tokens, positions, segment_ids, branch_ids
   found: Any = model.apply({"params": params}, *inputs, with_extras=True)
@@ -234,12 +236,10 @@ def _packed_block(
   attention: Attention,
 ) -> tuple[Float[Array, "B T D"], layers.Extras]:
   """Applies one layer to packed rows."""
-  view = scanned_layers.view(config, given, kind)
+  view = scanned_layers.view(given, kind)
 
   def attend(q, k, v):
-    rule = {"positions": given.positions, "window": view.window}
-    ids = given.segment_ids, given.branch_ids
-    return attention(q, k, v, *ids, **rule, products=products), None
+    return attention(q, k, v, view.seen, products=products), None
 
   settings = {"config": config, "products": products}
   x, _, extras = layers.block(params, x, view.cos, view.sin, attend, **settings)
@@ -282,16 +282,16 @@ def prefill(
   Returns:
     Hidden states after the final norm; (keys, values), float32.
   """
-  given = scanned_layers.tokens(config, positions, segment_ids, None)
   settings = {"config": config, "products": products}
+  shared = {"attention": attention, "products": products}
+  given = scanned_layers.tokens(config, positions, segment_ids, None, **shared)
 
   def step(x, of_layer):
     layer_params, kind = of_layer
-    view = scanned_layers.view(config, given, kind)
+    view = scanned_layers.view(given, kind)
 
     def attend(q, k, v):
-      rule = {"positions": given.positions, "window": view.window}
-      return attention(q, k, v, segment_ids, **rule, products=products), (k, v)
+      return attention(q, k, v, view.seen, products=products), (k, v)
 
     x, kept, _ = layers.block(layer_params, x, view.cos, view.sin, attend, **settings)
     return x, kept
@@ -328,6 +328,6 @@ _ARRAYS = (jax.Array, np.ndarray)
 _REMAT_POLICIES = {
   "none": None,
   # By name: JAX's own policies for dots cannot see inside the custom gradient of bfloat16 products.
-  "dots": jax.checkpoint_policies.save_only_these_names(WEIGHT_PRODUCT),
+  "dots": jax.checkpoint_policies.save_only_these_names(WEIGHT_PRODUCT, ATTENDED),
   "full": jax.checkpoint_policies.nothing_saveable,
 }

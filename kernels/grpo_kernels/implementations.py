@@ -35,10 +35,11 @@ class Implementation:
   generation: str = ""  # name of the chips of that capability.
   dtypes: tuple[str, ...] = ()  # dtypes of the products' factors.
   width_multiple: int = 1  # number that the width must be a multiple of.
+  widths: tuple[int, ...] = ()  # widths for which it is written.
   only_exact: bool = False  # whether it has float32 products of the highest precision only.
 
-  def refusal(self, chip: Chip, dtype: Any) -> str | None:
-    """Returns why it cannot run on a chip or in a dtype; None if it can."""
+  def refusal(self, chip: Chip, dtype: Any, width: int | None = None) -> str | None:
+    """Returns why it cannot run on a chip, in a dtype or with a width; None if it can."""
     if self.platform is not None and chip.platform != self.platform:
       return f"runs on {self.generation or self.platform}; this process computes on {chip}"
     if self.compute_capability and chip.compute_capability.split(".")[0] != self.compute_capability:
@@ -50,6 +51,8 @@ class Implementation:
       found = precision.float32_precision()
       if found != jax.lax.Precision.HIGHEST:
         return f"computes float32 products in the highest precision only, got {found.name}"
+    if self.widths and width is not None and width not in self.widths:
+      return f"needs a width of {' or '.join(map(str, self.widths))}, got {width}"
     return None
 
   def misfit(self, chip: Chip, dtype: Any, width: int) -> str | None:
@@ -60,7 +63,12 @@ class Implementation:
 
 
 def check(
-  operation: str, known: Mapping[str, Implementation], name: str, chip: Chip, dtype: Any
+  operation: str,
+  known: Mapping[str, Implementation],
+  name: str,
+  chip: Chip,
+  dtype: Any,
+  width: int | None = None,
 ) -> None:
   """Raises an error unless the named implementation exists and can run.
 
@@ -70,15 +78,16 @@ def check(
     name: Name of the implementation.
     chip: Chip that the computation will run on.
     dtype: Dtype of the products' factors.
+    width: Width of the factors; None: not known yet.
 
   Raises:
     ValueError: There is no implementation of that name.
-    NotImplementedError: The implementation does not run on this chip, in this dtype or in the
-      precision of `jax.default_matmul_precision`; no other implementation is used instead.
+    NotImplementedError: The implementation does not run on this chip, in this dtype, with this
+      width or in the precision of `jax.default_matmul_precision`; no other one is used instead.
   """
   if name not in known:
     raise ValueError(f"{operation} has no implementation {name!r}; there are {', '.join(known)}")
-  if refusal := known[name].refusal(chip, dtype):
+  if refusal := known[name].refusal(chip, dtype, width):
     raise NotImplementedError(f"{operation} implementation {name!r} {refusal}")
 
 

@@ -28,6 +28,6 @@ def test_attention_that_cannot_run_is_refused_with_the_valid_names(tmp_path):
   config = configs.quickstart.get_config()
   config.model.attention = "flash"
   config.model.path = "/no/such/model"
-  message = "model.attention: .*no implementation 'flash'; there are reference, xla_chunked"
+  message = "model.attention: .*no implementation 'flash'; there are reference, xla_blocked"
   with contextlib.ExitStack() as stack, pytest.raises(configuration.ConfigError, match=message):
     building.build(config, tmp_path, stack)

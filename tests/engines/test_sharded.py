@@ -80,13 +80,14 @@ def prefill_on(shape):
 
 @pytest.mark.parametrize("shape", [{"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
 @pytest.mark.long
-def test_of_a_prefill_only_keys_and_values_move_over_the_axes_of_rows(shape):
+def test_of_a_prefill_only_what_attends_moves_over_the_axes_of_rows(shape):
   found, kernels, model_config = prefill_on(shape)
   sizes = {"data": 1, "fsdp": 1, "tensor": 1} | shape
   over_rows = [c for c in found if hlo_collectives.axes_of(c.groups, sizes) - {"tensor"}]
   gathered = sum(one.nbytes for one in over_rows if one.kind == "all-gather")
   assert gathered >= (sizes["fsdp"] - 1) / sizes["fsdp"] * kernels / sizes["tensor"]
-  most = TOKENS * model_config.num_kv_heads * model_config.head_dim
+  # Queries, as keys and values: every device attends with all tokens of the chunk.
+  most = TOKENS * model_config.num_heads * model_config.head_dim
   of_places = [a for one in over_rows for a in one.arrays if TOKENS in a.shape]
   assert of_places and max(math.prod(a.shape) for a in of_places) <= most
 

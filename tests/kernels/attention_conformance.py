@@ -1,13 +1,15 @@
 """What every implementation of attention is held to: slow loops in float64, and tolerances."""
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from grpo_kernels.attention import core
+from grpo_kernels.attention import core, visible
+from jax.extend import core as extend_core
 
-NAMES = ("reference", "xla_chunked")
+NAMES = ("reference", "xla_blocked")  # those that run on every platform.
 
 # Relative to the Euclidean norm.
 TOLERANCES = {"float32": 2e-6, "bfloat16": 8e-3}  # bfloat16: weights and their cotangents: 2⁻⁹.
@@ -19,6 +21,46 @@ class Row(NamedTuple):
   segment_ids: np.ndarray
   branch_ids: np.ndarray
   positions: np.ndarray
+
+
+class Substitute(NamedTuple):
+  """A substitute for an implementation."""
+
+  prepare: Any
+  forward: Any
+  backward: Any
+
+
+def with_tiles(module, tile=8):
+  """Returns a substitute for the blocked module that has shorter tiles."""
+  prepare = functools.partial(module.prepare, tile=tile)
+  return Substitute(prepare, module.forward, module.backward)
+
+
+def random_rows(seed, *, rows, length):
+  """Returns rows of random groups: empty completions, prompts of one token, padding."""
+  rng = np.random.default_rng(seed)
+  made = []
+  for _ in range(rows):
+    groups, free = [], length - int(rng.integers(0, 4))
+    while free > 0:
+      sizes = [int(rng.integers(1, 12)), *rng.integers(0, 9, size=rng.integers(0, 4)).tolist()]
+      while sum(sizes) > free:
+        sizes.pop()
+      if not sizes:
+        break
+      groups.append(sizes)
+      free -= sum(sizes)
+    made.append(packed(*groups, length=length))
+  return Row(*(np.concatenate(x) for x in zip(*made, strict=True)))
+
+
+def arrays(jaxpr):
+  """Yields the types of all values in a program, those of inner programs included."""
+  for equation in jaxpr.eqns:
+    yield from (x.aval for x in equation.outvars if hasattr(x.aval, "size"))
+    for inner in extend_core.jaxprs_in_params(equation.params):
+      yield from arrays(inner)
 
 
 def packed(*groups, length):
@@ -89,25 +131,26 @@ def oracle(mask, q, k, v, g):
   return out, dq, dk, dv
 
 
-def check(module, row, *, window=None, dtype="float32", **sizes):
+def check(module, row, *, window=None, dtype="float32", seeing=visible, attending=core, **sizes):
   """Compares output and gradients of an implementation with float64.
 
   Args:
-    module: The implementation.
+    module: The implementation: any object with its three functions.
     row: The rows.
     window: Number of tokens that a query sees.
     dtype: Dtype of the products' factors.
+    seeing: Module that says who sees whom.
+    attending: Module with the custom VJP.
     sizes: Sizes of `inputs`.
   """
   *qkv, g = inputs(row, **sizes)
-  settings = {"positions": row.positions, "window": window, "products": core.Plain(dtype)}
-
-  def attend(q, k, v, row, positions):
-    settings["positions"] = positions
-    return module.attention(q, k, v, row.segment_ids, row.branch_ids, **settings)
+  settings = core.Settings(core.Plain(dtype))
 
   def both(q, k, v, row):
-    out, pull = jax.vjp(lambda *qkv: attend(*qkv, row, row.positions), q, k, v)
+    ids = row.segment_ids, row.branch_ids
+    seen = seeing.visible(*ids, positions=row.positions, window=window)
+    attend = lambda *qkv: attending.attend(module, settings, *qkv, seen)[0]
+    out, pull = jax.vjp(attend, q, k, v)
     return out, *pull(g)
 
   options = {"xla_backend_optimization_level": 0}

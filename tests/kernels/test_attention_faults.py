@@ -4,63 +4,65 @@ import types
 
 import attention_conformance as conformance
 import pytest
-from grpo_kernels.attention import reference, xla_chunked
+from grpo_kernels.attention import core, visible, xla_blocked
 
-ROW = conformance.packed((5, 4, 0, 6), (3, 2), (1, 9), length=33)
+ROW = conformance.packed((5, 4, 0, 6), (3, 2), (1, 9), (2, 24), length=60)
 
 # Module, piece of its source, what replaces it.
 FAULTS = {
-  "sees-the-next-token": (reference, "[None, :] <= np.arange", "[None, :] - 1 <= np.arange"),
-  "not-itself": (reference, "[None, :] <= np.arange", "[None, :] < np.arange"),
-  "other-segments": (reference, "(keys == queries) & (queries != 0)", "(queries != 0)"),
-  "padding": (reference, "(keys == queries) & (queries != 0)", "(keys == queries)"),
-  "other-completions": (reference, "(keys == 0) | (keys == queries)", "(keys == keys)"),
-  "not-the-prompt": (reference, "(keys == 0) | (keys == queries)", "(keys == queries)"),
-  "window-too-long": (reference, "[:, None, :stop] < window", "[:, None, :stop] <= window"),
-  "window-forgotten": (reference, "if window is not None:", "if False:"),
-  "not-scaled": (
-    reference,
-    "scaled(q, k.shape[2]), k)\n  scores",
-    "scaled(q, k.shape[2]) * width**0.5, k)\n  scores",
+  "sees-the-next-token": (
+    visible,
+    "allowed = (keys <= queries)",
+    "allowed = (keys - 1 <= queries)",
   ),
-  "branches-forgotten-in-blocks": (
-    xla_chunked,
-    "branch_ids, start=start",
-    "None, start=start",
+  "not-itself": (visible, "allowed = (keys <= queries)", "allowed = (keys < queries)"),
+  "until-too-far": (visible, "(queries < until[:, None])", "(queries <= until[:, None])"),
+  "padding": (visible, "jnp.where(segment_ids == 0, 0, until)", "until"),
+  "other-completions": (visible, "jnp.where(branch_ids == 0, end, own)", "end"),
+  "not-the-prompt": (visible, "jnp.where(branch_ids == 0, end, own)", "own"),
+  "window-too-long": (visible, "[..., None] < limit", "[..., None] <= limit"),
+  "window-forgotten": (visible, "  if limit is None:", "  if True:"),
+  "a-live-tile-skipped": (visible, "until.max(-1) > jnp", "until.max(-1) > 8 + jnp"),
+  "a-tile-of-the-window-skipped": (visible, "limit.max(-1)", "limit.min(-1)"),
+  "not-scaled": (core, "q = q.astype(jnp.float32) * (q.shape[-1] ** -0.5)", ""),
+  "gradient-not-scaled": (core, "dq = dq * (q.shape[-1] ** -0.5)", ""),
+  "delta-forgotten": (core, "delta - of_log_sum, g", "0 * delta, g"),
+  "values-of-the-keys": (xla_blocked, "weights, v[tile.keys])", "weights, k[tile.keys])"),
+  "wrong-queries": (xla_blocked, "_Tile(queries[i], keys[i])", "_Tile(keys[i], keys[i])"),
+  "earlier-tiles-forgotten": (xla_blocked, "parts.joined(earlier, softmax(tile))", "softmax(tile)"),
+  "the-last-tile-forgotten": (
+    xla_blocked,
+    "jnp.sum(self.is_live), step",
+    "jnp.sum(self.is_live) - 1, step",
   ),
-  "values-of-the-keys": (xla_chunked, "k[:, :stop], v[:, :stop]", "k[:, :stop], k[:, :stop]"),
-  "wrong-queries": (xla_chunked, "q[:, start:stop]", "q[:, : stop - start]"),
+  "gradient-of-one-tile": (xla_blocked, "dk.at[of].add(", "dk.at[of].set("),
 }
 
 
 def with_fault(fault):
-  """Returns the chunked implementation, with the fault in it or in the rule that it uses."""
+  """Returns attention by the blocked implementation, with the fault in it or below it."""
   module, right, wrong = FAULTS[fault]
   loaded = {}
-  for each in (reference, xla_chunked):
+  for each in (visible, core, xla_blocked):
     source = each.__loader__.get_source(each.__name__)
     if each is module:
       assert source.count(right) == 1, f"{each.__name__} no longer has exactly one {right!r}"
       source = source.replace(right, wrong)
     loaded[each] = types.ModuleType(f"{each.__name__}_with_a_fault")
     exec(compile(source, each.__file__, "exec"), loaded[each].__dict__)
-  faulty = loaded[xla_chunked]
-  faulty.reference = loaded[reference]
-  return in_blocks(faulty)
-
-
-def in_blocks(module):
-  """Returns an implementation in blocks of 8 queries."""
-  attend = lambda *arguments, **settings: module.attention(*arguments, block_length=8, **settings)
-  return types.SimpleNamespace(attention=attend)
+  for each in (core, xla_blocked):
+    loaded[each].visible = loaded[visible]
+  loaded[xla_blocked].core = loaded[core]
+  return loaded[visible], loaded[core], conformance.with_tiles(loaded[xla_blocked])
 
 
 def test_without_a_fault_the_check_passes():
-  conformance.check(in_blocks(xla_chunked), ROW, window=6)
+  conformance.check(conformance.with_tiles(xla_blocked), ROW, window=6)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_is_seen(fault):
+  seeing, attending, implementation = with_fault(fault)
   with pytest.raises(AssertionError, match="of"):
-    conformance.check(with_fault(fault), ROW, window=6)
+    conformance.check(implementation, ROW, window=6, seeing=seeing, attending=attending)

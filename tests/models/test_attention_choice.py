@@ -77,7 +77,7 @@ def test_nobody_computes_hidden_states_without_the_choice():
 
 
 @pytest.mark.parametrize(
-  ("own", "expected"), [({}, "reference"), ({"attention": "xla_chunked"}, "xla_chunked")]
+  ("own", "expected"), [({}, "reference"), ({"attention": "xla_blocked"}, "xla_blocked")]
 )
 def test_a_reward_model_follows_the_run_unless_it_has_a_choice_of_its_own(
   own, expected, monkeypatch

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from grpo_kernels.attention import AUTOMATIC
 
 from grpo_jax.models import config as model_config
-from grpo_jax.models import gradient_sums, layers, leaves, scanned_layers, transformer
+from grpo_jax.models import gradient_sums, layers, leaves, products, scanned_layers, transformer
 from grpo_jax.models.config import LayerKind, Rope
 from tests.models import tiny
 
@@ -145,12 +146,10 @@ def test_layers_that_are_alike_take_no_arrays():
   for kinds in ((), (LayerKind(5),) * 3, (LayerKind(None, None),) * 3):
     config = tiny.config(layer_kinds=kinds)
     assert scanned_layers.kinds(config) == (None, None)
-    given = scanned_layers.tokens(config, position, ids, None)
-    assert (given.positions is None) == (config.kinds[0].window is None)
-    assert (
-      scanned_layers.view(config, given, scanned_layers.kinds(config)).window
-      == config.kinds[0].window
-    )
+    options = {"attention": AUTOMATIC, "products": products.FLOAT32}
+    given = scanned_layers.tokens(config, position, ids, None, **options)
+    assert (given.seen.positions is None) == (config.kinds[0].window is None)
+    assert scanned_layers.view(given, scanned_layers.kinds(config)).seen is given.seen
 
 
 def test_kinds_of_layers_add_no_program_and_no_layer():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grpo_kernels.attention import Attention, reference
+from grpo_kernels.attention import Attention
 
 from grpo_jax.models import gradient_sums, layers, leaves, transformer
 from grpo_jax.models.products import Products
@@ -131,8 +131,10 @@ def decode(params, keys, values, token, position, *, config, products):
     def attend(q, k, v, index=index):
       k = jnp.concatenate([keys[index], k], axis=1)
       v = jnp.concatenate([values[index], v], axis=1)
-      mask = jnp.ones((q.shape[0], 1, k.shape[1]), bool)
-      return reference.masked_attention(q, k, v, mask, products=products), None
+      q = q.reshape(q.shape[0], k.shape[2], -1, q.shape[3]) * q.shape[3] ** -0.5
+      weights = jax.nn.softmax(products.contract("bkre,bske->bkrs", q, k), axis=-1)
+      mixed = products.contract("bkrs,bske->bkre", weights, v)
+      return mixed.reshape(q.shape[0], 1, -1, q.shape[3]), None
 
     own = {name: leaf[index] for name, leaf in params["layers"].items()}
     x, _, _ = layers.block(own, x, cos, sin, attend, config=config, products=products)

@@ -82,9 +82,9 @@ def test_a_decode_step_reads_weights_and_caches_once():
 def test_pairs_are_those_of_the_mask_of_the_model():
   arrays, _ = rows.make(2, 48, rows.Lengths(6, 3, 2, 7), vocabulary=50, seed=3)
   segments, branches = arrays["segment_ids"], arrays["branch_ids"]
-  from grpo_kernels.attention import reference
+  from grpo_kernels.attention import visible
 
-  mask = reference.attention_mask(jnp.asarray(segments), jnp.asarray(branches))
+  mask = visible.mask(visible.visible(jnp.asarray(segments), jnp.asarray(branches)))
   assert arithmetic.attended_pairs(segments, branches) == int(np.asarray(mask).sum())
   # A prompt of 2 and completions of 1 and 2: 3 + (2 + 1) + (4 + 3); padding adds nothing.
   by_hand = np.array([[1, 1, 1, 1, 1, 0, 0]]), np.array([[0, 0, 1, 2, 2, 0, 0]])

@@ -1,25 +1,33 @@
 """Attention within packed rows, in which the completions of a prompt share its keys and values.
 
-`attention` is the entry; `reference` is the definition. `partial_attention` is the same for a
-caller that has further keys elsewhere, such as a sampler with a cache; `parts` joins the two. An
-implementation is a module with the two functions of `core.Implementation`, listed in
-`IMPLEMENTATIONS`.
-
-Both implementations are plain JAX, which the compiler splits over a mesh by the shardings of its
-arguments. A kernel that the compiler cannot split would add a `sharded` module with a
-`Partition`, like that of `linear_logprobs`, and `Attention` would hold the partition.
+`attention` is the entry; `reference` is the definition. The trainer, the scorer and the sampler's
+prefill hold an `Attention`, which prepares what every layer of a microbatch shares: who sees whom
+(`visible`), and the tiles of the implementation. An implementation is a module with the functions
+of `core.Implementation`, listed in `IMPLEMENTATIONS`; on a mesh each device runs it on its own rows
+and heads (`sharded`).
 """
 
 import dataclasses
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from grpo_kernels.attention import choice, core
+from grpo_kernels.attention import choice, core, parts, sharded, visible
 from grpo_kernels.attention.choice import IMPLEMENTATIONS
-from grpo_kernels.attention.core import FLOAT32, Products
+from grpo_kernels.attention.core import ATTENDED, FLOAT32, Products, Settings
 from grpo_kernels.attention.parts import Partial
+from grpo_kernels.attention.sharded import Partition
+from grpo_kernels.attention.visible import Visible
 
-__all__ = ["AUTOMATIC", "IMPLEMENTATIONS", "Attention", "attention", "partial_attention"]
+__all__ = [
+  "ATTENDED",
+  "AUTOMATIC",
+  "IMPLEMENTATIONS",
+  "Attention",
+  "Partition",
+  "Visible",
+  "attention",
+]
 
 
 def attention(
@@ -45,98 +53,107 @@ def attention(
     q: Query heads; head h uses key/value head h // (H / K).
     k: Key heads.
     v: Value heads.
-    segment_ids: Segment of each token; 0 is padding.
-    branch_ids: Branch of each token: 0 is the prompt, 1.. its completions; None: one branch in
-      every segment.
+    segment_ids: Segment of each token, which is one run of places; 0 is padding.
+    branch_ids: Branch of each token, which is one run of places of its segment: 0 is the prompt,
+      1.. its completions; None: one branch in every segment.
     positions: Position of each token in prompt + completion; needed with a window only.
     window: Number of tokens that a query sees, itself included: an int, or a scalar array if
       layers that differ share a program. None: all.
     products: Options of the two products; the softmax is float32.
-    implementation: Key of `IMPLEMENTATIONS`; None: chosen by chip and dtype, and logged once at
-      INFO.
+    implementation: Key of `IMPLEMENTATIONS`; None: chosen by chip, dtype and width, and logged once
+      at INFO.
 
   Returns:
-    The weighted values, float32.
+    The weighted values, rounded once to the dtype of the products' factors; float32.
 
   Raises:
     ValueError: Shapes do not fit, a window has no positions or is below 1, or there is no
       implementation of that name.
-    NotImplementedError: The named implementation cannot run on this chip, or in this dtype.
+    NotImplementedError: The named implementation cannot run on this chip, in this dtype or with
+      heads of this width.
   """
-  core.check(q, k, v, segment_ids, branch_ids, positions, window)
-  module = choice.pick(implementation, choice.current_chip(), dtype=products.compute_dtype)
-  rule = {"positions": positions, "window": window, "products": products}
-  return module.attention(q, k, v, segment_ids, branch_ids, **rule)
-
-
-def partial_attention(
-  q: Float[Array, "B T H E"],
-  k: Float[Array, "B T K E"],
-  v: Float[Array, "B T K E"],
-  segment_ids: Int[Array, "B T"],
-  branch_ids: Int[Array, "B T"] | None = None,
-  *,
-  positions: Int[Array, "B T"] | None = None,
-  window: int | Int[Array, ""] | None = None,
-  products: Products = FLOAT32,
-  implementation: str | None = None,
-) -> Partial:
-  """Returns the softmax over these keys, to be joined with that over other keys.
-
-  The arguments and the errors are those of `attention`.
-
-  Returns:
-    `Partial(highest [B T H], total [B T H], mixed [B T H E])`, float32; `parts.joined` joins two.
-  """
-  core.check(q, k, v, segment_ids, branch_ids, positions, window)
-  module = choice.pick(implementation, choice.current_chip(), dtype=products.compute_dtype)
-  rule = {"positions": positions, "window": window, "products": products}
-  return module.partial_attention(q, k, v, segment_ids, branch_ids, **rule)
+  core.check_rows(q.shape[:2], segment_ids, branch_ids, positions, window)
+  seen = visible.visible(segment_ids, branch_ids, positions=positions, window=window)
+  return Attention(implementation)(q, k, v, seen, products=products)
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-  """Both functions with their implementation fixed; hashable, so that it can be static.
+  """Attention with its implementation fixed; hashable, so that it can be static.
 
   Attributes:
-    implementation: Key of `IMPLEMENTATIONS`; None: chosen by chip and dtype.
+    implementation: Key of `IMPLEMENTATIONS`; None: chosen by chip, dtype and width.
+    partition: Split of rows and heads over a mesh; None: one device.
   """
 
   implementation: str | None = None
+  partition: Partition | None = None
+
+  def prepared(self, seen: Visible, *, width: int, products: Products = FLOAT32) -> Visible:
+    """Returns the visibility with the tiles of the implementation, for all layers of a microbatch.
+
+    Args:
+      seen: Visibility of the rows, made by `visible.visible`.
+      width: Width E of a head.
+      products: Options of the two products.
+    """
+    chosen = self._chosen(products, width)
+    return seen._replace(tiles=chosen.prepare(seen, width))
 
   def __call__(
     self,
     q: Float[Array, "B T H E"],
     k: Float[Array, "B T K E"],
     v: Float[Array, "B T K E"],
-    segment_ids: Int[Array, "B T"],
-    branch_ids: Int[Array, "B T"] | None = None,
+    seen: Visible,
     *,
-    positions: Int[Array, "B T"] | None = None,
-    window: int | Int[Array, ""] | None = None,
     products: Products = FLOAT32,
   ) -> Float[Array, "B T H E"]:
-    """See `attention`."""
-    rule = {"positions": positions, "window": window, "products": products}
-    return attention(q, k, v, segment_ids, branch_ids, **rule, implementation=self.implementation)
+    """Returns the weighted values, as `attention` does.
+
+    Args:
+      q: Query heads, like all arguments not named here as in `attention`.
+      k: Key heads.
+      v: Value heads.
+      seen: Visibility of the rows, made by `visible.visible`; tiles that were not prepared are
+        made.
+      products: Options of the two products.
+    """
+    return self._call(core.attend, q, k, v, seen, products)[0]
 
   def partial(
     self,
     q: Float[Array, "B T H E"],
     k: Float[Array, "B T K E"],
     v: Float[Array, "B T K E"],
-    segment_ids: Int[Array, "B T"],
-    branch_ids: Int[Array, "B T"] | None = None,
+    seen: Visible,
     *,
-    positions: Int[Array, "B T"] | None = None,
-    window: int | Int[Array, ""] | None = None,
     products: Products = FLOAT32,
   ) -> Partial:
-    """See `partial_attention`."""
-    rule = {"positions": positions, "window": window, "products": products}
-    return partial_attention(
-      q, k, v, segment_ids, branch_ids, **rule, implementation=self.implementation
-    )
+    """Returns the softmax over these keys, for a caller that has further keys elsewhere.
+
+    The arguments and the errors are those of the call. Not differentiable.
+
+    Returns:
+      `Partial(highest [B T H], total [B T H], mixed [B T H E])`, float32; `parts.joined` joins two.
+    """
+    mixed, log_sum = self._call(core.unrounded, q, k, v, seen, products)
+    log_sum = log_sum.swapaxes(1, 2)
+    highest = parts.softmax_shift(log_sum, products)
+    total = jnp.exp(log_sum - highest)
+    return Partial(highest, total, mixed * total[..., None])
+
+  def _call(self, function, q: Array, k: Array, v: Array, seen: Visible, products: Products):
+    """Calls a function of `core` with the implementation that runs here."""
+    core.check_heads(q, k, v)
+    return function(self._chosen(products, q.shape[-1]), Settings(products), q, k, v, seen)
+
+  def _chosen(self, products: Products, width: int):
+    """Returns the implementation that runs here."""
+    mesh = None if self.partition is None else self.partition.mesh
+    chip = choice.current_chip() if mesh is None else choice.chip_of(mesh.devices.flat[0])
+    module = choice.pick(self.implementation, chip, dtype=products.compute_dtype, width=width)
+    return module if self.partition is None else sharded.Sharded(module, self.partition)
 
 
 AUTOMATIC = Attention()

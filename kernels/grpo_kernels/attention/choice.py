@@ -1,4 +1,4 @@
-"""The requirements of each implementation, and the automatic choice."""
+"""The requirements of each implementation, and the automatic choice with its reason."""
 
 import importlib
 from typing import Any
@@ -10,32 +10,40 @@ __all__ = ["IMPLEMENTATIONS", "Chip", "Implementation", "chip_of", "current_chip
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
   "reference": Implementation("reference"),
-  "xla_chunked": Implementation("xla_chunked"),
+  "xla_blocked": Implementation("xla_blocked"),
 }
 
+# Platform → the kernel that is used there if it fits; otherwise xla_blocked is.
+KERNELS: dict[str, str] = {}
 
-def pick(name: str | None, chip: Chip, *, dtype: Any) -> Any:
+
+def pick(name: str | None, chip: Chip, *, dtype: Any, width: int | None = None) -> Any:
   """Returns the module of the named implementation, or of the one chosen automatically.
 
   Args:
     name: Key of `IMPLEMENTATIONS`; None: chosen automatically.
     chip: Chip that the computation will run on.
     dtype: Dtype of the products' factors.
+    width: Width E of a head; None: not known yet.
 
   Raises:
     ValueError: There is no implementation of that name.
-    NotImplementedError: The implementation does not run on this chip or in this dtype; no other
-      implementation is used instead.
+    NotImplementedError: The implementation does not run on this chip, in this dtype or with heads
+      of this width; no other implementation is used instead.
   """
   if name is None:
-    name = default(chip, dtype)
-    implementations.log_once("attention", f"attention on {chip}: {name}")
+    name, reason = default(chip, dtype, width)
+    implementations.log_once("attention", f"attention on {chip}: {name}{reason}")
   else:
-    implementations.check("attention", IMPLEMENTATIONS, name, chip, dtype)
+    implementations.check("attention", IMPLEMENTATIONS, name, chip, dtype, width)
   return importlib.import_module(f"grpo_kernels.attention.{IMPLEMENTATIONS[name].module}")
 
 
-def default(chip: Chip, dtype: Any) -> str:
-  """Returns the implementation that is chosen automatically: no platform has a kernel yet."""
-  del chip, dtype
-  return "xla_chunked"
+def default(chip: Chip, dtype: Any, width: int | None) -> tuple[str, str]:
+  """Returns the implementation that is chosen automatically, and why it is not a kernel."""
+  kernel = KERNELS.get(chip.platform)
+  if kernel is None:
+    return "xla_blocked", ""
+  if refusal := IMPLEMENTATIONS[kernel].refusal(chip, dtype, width):
+    return "xla_blocked", f", for {kernel} {refusal}"
+  return kernel, ""

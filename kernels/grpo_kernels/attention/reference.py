@@ -1,123 +1,75 @@
 """Attention within packed rows: the definition, with all scores at once, O(T²) memory. Pure."""
 
-import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from grpo_kernels.attention import parts
-from grpo_kernels.attention.core import FLOAT32, Products
-from grpo_kernels.attention.parts import MASKED, Partial, scaled, softmax_shift
-
-
-def attention_mask(
-  segment_ids: Int[Array, "B T"],
-  branch_ids: Int[Array, "B T"] | None,
-  *,
-  positions: Int[Array, "B T"] | None = None,
-  window: int | Int[Array, ""] | None = None,
-  start: int = 0,
-  stop: int | None = None,
-) -> Bool[Array, "B Tq Tk"]:
-  """Returns which keys each query of a packed row may attend to.
-
-  Token q attends to token k if both are of the same segment (not 0, which is padding), k is not
-  after q in the row, k is of the prompt (branch 0) or of the branch of q, and there is no window
-  or position q - position k < window.
-
-  Args:
-    segment_ids: Segment of each token; 0 is padding.
-    branch_ids: Branch of each token: 0 is the prompt, 1.. its completions; None: one branch in
-      every segment.
-    positions: Position of each token in prompt + completion; needed with a window only. Places
-      in the row would be wrong: other completions may be between a completion and its prompt.
-    window: Number of tokens that a query sees, itself included; None: all.
-    start: Place of the first query.
-    stop: Place after the last query, and after the last key (later ones are masked anyway); None
-      is the end of the row.
-
-  Returns:
-    True where places start..stop attend to places 0..stop.
-  """
-  stop = segment_ids.shape[1] if stop is None else stop
-  keys, queries = segment_ids[:, None, :stop], segment_ids[:, start:stop, None]
-  not_after = np.arange(stop)[None, :] <= np.arange(start, stop)[:, None]
-  mask = (keys == queries) & (queries != 0) & jnp.asarray(not_after)[None]
-  if window is not None:
-    assert positions is not None, "a window needs positions"
-    mask &= positions[:, start:stop, None] - positions[:, None, :stop] < window
-  if branch_ids is None:
-    return mask
-  keys, queries = branch_ids[:, None, :stop], branch_ids[:, start:stop, None]
-  return mask & ((keys == 0) | (keys == queries))
+from grpo_kernels.attention import parts, visible
+from grpo_kernels.attention.core import NOTHING, Settings
+from grpo_kernels.attention.visible import Visible
 
 
-def attention(
+def prepare(seen: Visible, width: int) -> None:
+  """Returns None: there are no tiles."""
+  del seen, width
+
+
+def forward(
+  settings: Settings,
   q: Float[Array, "B T H E"],
   k: Float[Array, "B T K E"],
   v: Float[Array, "B T K E"],
-  segment_ids: Int[Array, "B T"],
-  branch_ids: Int[Array, "B T"] | None = None,
-  *,
-  positions: Int[Array, "B T"] | None = None,
-  window: int | Int[Array, ""] | None = None,
-  products: Products = FLOAT32,
-) -> Float[Array, "B T H E"]:
-  """Returns softmax(q kᵀ / √E) v over the keys that `attention_mask` allows.
-
-  The arguments are those of `grpo_kernels.attention.attention`.
-  """
-  mask = attention_mask(segment_ids, branch_ids, positions=positions, window=window)
-  return masked_attention(q, k, v, mask, products=products)
-
-
-def partial_attention(
-  q: Float[Array, "B T H E"],
-  k: Float[Array, "B T K E"],
-  v: Float[Array, "B T K E"],
-  segment_ids: Int[Array, "B T"],
-  branch_ids: Int[Array, "B T"] | None = None,
-  *,
-  positions: Int[Array, "B T"] | None = None,
-  window: int | Int[Array, ""] | None = None,
-  products: Products = FLOAT32,
-) -> Partial:
-  """Returns the softmax over these keys, to be joined with that over other keys.
-
-  The arguments are those of `grpo_kernels.attention.partial_attention`.
-  """
-  repeats = q.shape[2] // k.shape[2]
-  asked = parts.by_kv_head(scaled(q, k.shape[2]))
-  mask = attention_mask(segment_ids, branch_ids, positions=positions, window=window)
-  repeated = jnp.repeat(mask, repeats, axis=1)[:, None]
-  scores = products.contract("bkme,bske->bkms", asked, k)
-  mix = lambda weights: products.contract("bkms,bske->bkme", weights, v)
-  return parts.by_token(parts.softmax(scores, repeated, mix, products), q.shape[2])
-
-
-def masked_attention(
-  q: Float[Array, "B T H E"],
-  k: Float[Array, "B S K E"],
-  v: Float[Array, "B S K E"],
-  mask: Bool[Array, "B T S"],
-  *,
-  products: Products = FLOAT32,
-) -> Float[Array, "B T H E"]:
-  """Attends with grouped queries: softmax(q kᵀ / √E) v over the keys that a mask allows.
-
-  Args:
-    q: Query heads; head h uses key/value head h // (H / K).
-    k: Keys.
-    v: Values.
-    mask: True where a query may see a key. A query that may see none gets 0, and no gradient.
-    products: Options of the two products; the softmax is float32.
-  """
-  batch, length, heads, width = q.shape
-  scores = products.contract("btkre,bske->bkrts", scaled(q, k.shape[2]), k)
-  scores = jnp.where(mask[:, None, None], scores, MASKED)
-  highest = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), MASKED / 2)
-  weights = jnp.exp(scores - jax.lax.stop_gradient(softmax_shift(highest, products)))
+  seen: Visible,
+) -> tuple[Float[Array, "B T H E"], Float[Array, "B H T"]]:
+  """Returns output and log-sum-exp; see `core.Implementation`."""
+  contract = settings.products.contract
+  scores, mask = _scores(settings, q, k, seen)
+  highest = jnp.maximum(jnp.max(jnp.where(mask, scores, NOTHING), axis=-1), NOTHING)
+  shift = parts.softmax_shift(highest, settings.products)
+  weights = jnp.where(mask, jnp.exp(scores - shift[..., None]), 0.0)
   total = jnp.sum(weights, axis=-1)
-  weighted = products.contract("bkrts,bske->btkre", weights, v)
-  total = jnp.where(total == 0, 1.0, total).transpose(0, 3, 1, 2)[..., None]
-  return (weighted / total).reshape(batch, length, heads, width)
+  mixed = contract("bkrts,bske->bkrte", weights, v)
+  some = total > 0
+  total = jnp.where(some, total, 1.0)
+  log_sum = jnp.where(some, shift + jnp.log(total), NOTHING)
+  return _heads_last(mixed / total[..., None]), log_sum.reshape(q.shape[0], q.shape[2], -1)
+
+
+def backward(
+  settings: Settings,
+  q: Float[Array, "B T H E"],
+  k: Float[Array, "B T K E"],
+  v: Float[Array, "B T K E"],
+  seen: Visible,
+  log_sum: Float[Array, "B H T"],
+  delta: Float[Array, "B H T"],
+  g: Float[Array, "B T H E"],
+) -> tuple[Float[Array, "B T H E"], Float[Array, "B T K E"], Float[Array, "B T K E"]]:
+  """Returns the cotangents of queries, keys and values; see `core.Implementation`."""
+  contract = settings.products.contract
+  scores, mask = _scores(settings, q, k, seen)
+  of_row = lambda x: x.reshape(*scores.shape[:-1], 1)
+  weights = jnp.where(mask, jnp.exp(scores - of_row(log_sum)), 0.0)
+  g = _by_kv_head(g, k.shape[2])
+  slopes = weights * (contract("btkre,bske->bkrts", g, v) - of_row(delta))
+  dq = contract("bkrts,bske->bkrte", slopes, k)
+  dk = contract("bkrts,btkre->bske", slopes, _by_kv_head(q, k.shape[2]))
+  return _heads_last(dq), dk, contract("bkrts,btkre->bske", weights, g)
+
+
+def _scores(settings: Settings, q: Array, k: Array, seen: Visible) -> tuple[Array, Array]:
+  """Returns scores [B K r T T], and the mask that broadcasts to them."""
+  q = _by_kv_head(q, k.shape[2])
+  scores = settings.products.contract("btkre,bske->bkrts", q, k)
+  return scores, visible.mask(seen)[:, None, None]
+
+
+def _by_kv_head(x: Float[Array, "B T H E"], kv_heads: int) -> Float[Array, "B T K r E"]:
+  """Returns heads by the key/value head that they use."""
+  batch, length, heads, width = x.shape
+  return x.reshape(batch, length, kv_heads, heads // kv_heads, width)
+
+
+def _heads_last(x: Float[Array, "B K r T E"]) -> Float[Array, "B T H E"]:
+  """Returns what is by key/value head as heads of tokens."""
+  batch, kv_heads, repeats, length, width = x.shape
+  return x.transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * repeats, width)
