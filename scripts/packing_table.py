@@ -7,7 +7,7 @@ No model and no data are read: lengths are drawn from the distribution of each c
 are counted from the sizes of its model (grpo_jax/learn/operations.py). Printed for each step:
 
     places         rows × their length, padding included
-    pairs          pairs that attention computes: blocks of queries against the keys up to their end
+    pairs          pairs that attention computes: those of the tiles that hold any
     of the mask    share of these pairs that the mask allows
     efficiency     tokens / places, counting every copy of a prompt
     each once      tokens / places, counting a prompt once for its group
@@ -119,14 +119,15 @@ class Count:
     cost = operations.update_cost(case.model)
     self.once += sum(group.total for group in groups)
     self.microbatches += len(packed)
+    attention = packing.attention(groups, packed, cost)
+    self.pairs += round(attention / cost.pair)
+    self.attention += attention
+    self.total += attention
     for one in packed:
-      rows, length = one.shape.rows, one.shape.row_tokens
       in_layers, in_head = cost.place * one.shape.places, cost.loss_place * one.shape.places
       self.places += one.shape.places
-      self.pairs += rows * packing.pairs(length)
       self.layers += in_layers
       self.head += in_head
-      self.attention += rows * cost.row_cost(length, 0) - in_layers
       self.total += cost.of(one.shape)
       for piece in (piece for row in one.rows for piece in row):
         prompt, completions = groups[piece.group].prompt, groups[piece.group].completions
@@ -151,7 +152,8 @@ def made_to_measure(groups: Sequence[packing.Sizes], case: Case, cost: packing.C
   for length in sorted(n for n in lengths if longest <= n <= most + 31):
     [*rows] = packing.pack(groups, (packing.Shape(1, length, length),), cost=cost)
     row, at_once = cost.row_cost(length, length), max(1, case.microbatch_tokens // length)
-    found.append(len(rows) * row + -(-len(rows) // at_once) * cost.microbatch)
+    of_rows = len(rows) * row + packing.attention(groups, rows, cost)
+    found.append(of_rows + -(-len(rows) // at_once) * cost.microbatch)
   return min(found)
 
 

@@ -11,14 +11,12 @@ import heapq
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 MOST_SHAPES = 3  # each shape takes a compilation.
 
-# Attention in longer rows has longer blocks of queries, whose scores take more memory.
-LONGEST_BY_CHOICE = 4096
-# Queries that attention computes at once, as in `grpo_kernels.attention.xla_chunked`.
-_BLOCK, _MOST_BLOCKS = 256, 16
+# Queries, and keys, of a tile of attention: its kernels skip tiles in which no query sees a key.
+TILE = 128
 
 _LEAST_PLACES = 128  # a smaller microbatch spends most of its time reading the weights.
 _TRIED_GROUPS = 16  # the largest groups that are tried when one is split to fill a row.
@@ -47,8 +45,6 @@ class Cost:
   Attributes:
     place: Operations of the layers' products for one place of a row.
     pair: Operations of attention for one pair of a query and a key.
-    pair_of_short: Operations of attention for one pair in rows of a single block, whose scores are
-      computed one time fewer.
     loss_place: Operations of the head for one of the N places of a row.
     microbatch: Operations to which reading the weights and adding the gradients are equivalent;
       every microbatch costs them, whatever its shape.
@@ -56,18 +52,15 @@ class Cost:
 
   place: float = 1.0
   pair: float = 0.0
-  pair_of_short: float = 0.0
   loss_place: float = 0.0
   microbatch: float = 0.0
 
   def row_cost(self, row_tokens: int, loss_tokens: int) -> float:
-    """Returns the operations of one row of a microbatch."""
-    pair = self.pair if row_tokens > _BLOCK else self.pair_of_short
-    layers = self.place * row_tokens + pair * pairs(row_tokens)
-    return layers + self.loss_place * loss_tokens
+    """Returns the operations of one row of a microbatch, whatever is in it: without attention."""
+    return self.place * row_tokens + self.loss_place * loss_tokens
 
   def of(self, shape: Shape) -> float:
-    """Returns the operations of a microbatch."""
+    """Returns the operations of a microbatch, whatever is in it: without attention."""
     return shape.rows * self.row_cost(shape.row_tokens, shape.loss_tokens) + self.microbatch
 
 
@@ -125,15 +118,39 @@ class Packed:
   rows: tuple[Row, ...]
 
 
-def pairs(row_tokens: int) -> int:
-  """Returns how many pairs of query and key attention computes in a row of T tokens.
+def pairs(pieces: Iterable[Sizes]) -> int:
+  """Returns how many pairs of query and key attention computes in a row of these pieces.
 
-  Each block of queries is multiplied with all keys up to the block's end, whatever the mask says.
+  These are all pairs of the tiles in which any query sees a key. A token of a prompt is seen by
+  the tokens after it in its piece, a token of a completion by those after it in the completion.
   """
-  block = max(_BLOCK, -(-row_tokens // _MOST_BLOCKS))
-  stops = [min(start + block, row_tokens) for start in range(0, row_tokens, block)]
-  starts = [0, *stops[:-1]]
-  return sum((stop - start) * stop for start, stop in zip(starts, stops, strict=True))
+  last: dict[int, int] = {}  # tile of keys → the last tile of queries that sees any of them.
+
+  def add(start: int, stop: int, until: int) -> None:
+    for tile in range(start // TILE, -(-stop // TILE) if stop > start else 0):
+      last[tile] = max(last.get(tile, 0), (until - 1) // TILE)
+
+  at = 0
+  for piece in pieces:
+    add(at, at + piece.prompt, at + piece.total)
+    at += piece.prompt
+    for length in piece.completions:
+      add(at, at + length, at + length)
+      at += length
+  return TILE * TILE * sum(to - tile + 1 for tile, to in last.items())
+
+
+def attention(groups: Sequence[Sizes], packed: Iterable[Packed], cost: Cost) -> float:
+  """Returns the operations of attention in microbatches of these groups."""
+  return cost.pair * sum(_pairs_of_rows(groups, one.rows) for one in packed)
+
+
+def _pairs_of_rows(groups: Sequence[Sizes], rows: Iterable[Row]) -> int:
+  def sizes(piece: Piece) -> Sizes:
+    group = groups[piece.group]
+    return Sizes(group.prompt, tuple(group.completions[i] for i in piece.completions))
+
+  return sum(pairs(map(sizes, row)) for row in rows)
 
 
 def pack(
@@ -170,9 +187,9 @@ def pack(
   best: list[Packed] | None = None
   for bulk in sorted(bulks, key=lambda shape: cost.of(shape) / shape.places):
     least = tokens / bulk.places * cost.of(bulk)
-    if best is None or least < _total(best, cost):
+    if best is None or least < _total(groups, best, cost):
       made = _mostly(bulk, groups, shapes, cost, one_piece)
-      if best is None or _total(made, cost) < _total(best, cost):
+      if best is None or _total(groups, made, cost) < _total(groups, best, cost):
         best = made
   assert best is not None
   return best
@@ -200,8 +217,8 @@ def plan(
   Args:
     load: The most that an optimizer step may hold.
     cost: Cost of a microbatch by its shape.
-    row_tokens: Length of the longest row in tokens. None: the cheapest length, which exceeds
-      `LONGEST_BY_CHOICE` only if a prompt with one completion does.
+    row_tokens: Length of the longest row in tokens. None: the cheapest length that a microbatch
+      has room for, or that of the longest prompt with a completion.
     row_buckets: Row lengths to choose from; None: any length.
     microbatch_tokens: Largest number of places of a microbatch on each replica; one row is always
       allowed. None: as many as a step at the limits needs.
@@ -262,7 +279,7 @@ class _Planner:
     most = self._most_places(longest)
     parts = [most // count for count in range(1, 9)]
     shortest = min(_rounded(longest), row_tokens or _rounded(longest))
-    highest = max(shortest, min(most, row_tokens or LONGEST_BY_CHOICE))
+    highest = max(shortest, min(most, row_tokens or most))
     found = {shortest, row_tokens or shortest, *map(_rounded, held)}
     found |= {_rounded(length, down=True) for length in parts}
     return sorted(length for length in found if shortest <= length <= highest)
@@ -284,7 +301,8 @@ class _Planner:
     rows = _rows(sample, shape.row_tokens, not self.pack)
     # The last row counts by its filled share: a step has many more groups than the sample.
     filled = len(rows) - 1 + _tokens(sample, rows[-1:]) / shape.row_tokens
-    return filled * self.cost.of(shape) / shape.rows
+    attention = self.cost.pair * _pairs_of_rows(sample, rows)
+    return filled * self.cost.of(shape) / shape.rows + attention
 
   def _full(self, length: int, longest: int) -> Shape:
     """Returns the largest microbatch with rows of this length."""
@@ -350,8 +368,8 @@ def _rounded(length: int, *, down: bool = False) -> int:
   return max(step, (length // step if down else -(-length // step)) * step)
 
 
-def _total(packed: Sequence[Packed], cost: Cost) -> float:
-  return sum(cost.of(one.shape) for one in packed)
+def _total(groups: Sequence[Sizes], packed: Sequence[Packed], cost: Cost) -> float:
+  return sum(cost.of(one.shape) for one in packed) + attention(groups, packed, cost)
 
 
 def _mostly(

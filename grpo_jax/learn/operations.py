@@ -10,7 +10,8 @@ MICROBATCH_PLACES = 36
 
 # Operations relative to one forward pass, including the backward pass and recomputation.
 _OF_LAYERS = {"full": 4, "dots": 3, "none": 3}
-_OF_ATTENTION = {"full": 5, "dots": 5, "none": 4}  # one fewer in rows of a single block.
+# Of attention the backward pass computes the scores again, and four more products of their size.
+_OF_ATTENTION = {"full": 4.5, "dots": 3.5, "none": 3.5}
 _OF_HEAD = 3
 
 
@@ -29,7 +30,6 @@ def update_cost(config: ModelConfig, *, remat: str = ModelOptions.remat) -> Cost
   return Cost(
     place=place,
     pair=_OF_ATTENTION[remat] * of_pair,
-    pair_of_short=(_OF_ATTENTION[remat] - 1) * of_pair,
     loss_place=_OF_HEAD * 2.0 * config.vocab_size * width,
     microbatch=MICROBATCH_PLACES * place,
   )

@@ -91,6 +91,12 @@ def _check_length(name: str, given: int | None, most: int, of: str) -> None:
 
 def microbatches(run: PlannedRun, assumed: Lengths) -> dict[packing.Shape, int]:
   """Returns the microbatches of a step by shape, as the run packs them; all completions count."""
+  count = collections.Counter(each.shape for each in _packed(run, assumed)[1])
+  return {shape: n * run.config.learn.minibatches for shape, n in count.items()}
+
+
+def _packed(run: PlannedRun, assumed: Lengths) -> tuple[list[packing.Sizes], list[packing.Packed]]:
+  """Returns the groups of an optimizer step, and its microbatches."""
   load = batching_options.load(run.config)
   group = packing.Sizes(assumed.prompt, (assumed.completion,) * load.group)
   if not run.config.batching.share_prefixes:
@@ -101,8 +107,17 @@ def microbatches(run: PlannedRun, assumed: Lengths) -> dict[packing.Shape, int]:
   packed = packing.pack(
     groups, run.made.shapes, cost=run.made.cost, one_piece=not run.config.batching.pack
   )
-  count = collections.Counter(each.shape for each in packed)
-  return {shape: n * run.config.learn.minibatches for shape, n in count.items()}
+  return groups, packed
+
+
+def operations(run: PlannedRun, assumed: Lengths, cost: packing.Cost) -> float:
+  """Returns the operations of all microbatches of a step, without those added for other costs."""
+  groups, packed = _packed(run, assumed)
+  of_rows = sum(
+    each.shape.rows * cost.row_cost(each.shape.row_tokens, each.shape.loss_tokens)
+    for each in packed
+  )
+  return run.config.learn.minibatches * (of_rows + packing.attention(groups, packed, cost))
 
 
 def forward_cost(model: ModelConfig) -> packing.Cost:
@@ -111,7 +126,6 @@ def forward_cost(model: ModelConfig) -> packing.Cost:
   return packing.Cost(
     place=2.0 * weights_of_layers(model),
     pair=of_pair,
-    pair_of_short=of_pair,
     loss_place=2.0 * model.vocab_size * model.hidden_size,
   )
 
@@ -135,11 +149,11 @@ def of_step(run: PlannedRun, assumed: Lengths, *, hosts: int) -> list[PhaseWork]
   found = _sampling(run, assumed, hosts) if run.sizes else []
   scorings = _scorings(run)
   if scorings:
-    forward = sum(n * _of(forward_cost(run.model), shape) for shape, n in shapes.items())
+    forward = operations(run, assumed, forward_cost(run.model))
     read = scorings * count * _gathered(run)
     found.append(PhaseWork("scoring", "score", float(scorings * count), scorings * forward, read))
-  epochs, cost = run.config.learn.epochs, update_cost(run)
-  update = epochs * sum(n * _of(cost, shape) for shape, n in shapes.items())
+  epochs = run.config.learn.epochs
+  update = epochs * operations(run, assumed, update_cost(run))
   reads = _READS[run.config.model.remat]
   each = reads * _gathered(run) + 2 * run.arrays.sums
   calls = float(epochs * count)
@@ -175,11 +189,6 @@ def update_cost(run: PlannedRun) -> packing.Cost:
   )
 
 
-def _of(cost: packing.Cost, shape: packing.Shape) -> float:
-  """Returns the operations of a microbatch, without those added for other costs."""
-  return shape.rows * cost.row_cost(shape.row_tokens, shape.loss_tokens)
-
-
 def _scorings(run: PlannedRun) -> int:
   """Returns how often a step scores its batch before the update."""
   return int(run.made.needs_old) + int(run.made.objective.needs_ref)
@@ -203,7 +212,7 @@ def _sampling(run: PlannedRun, assumed: Lengths, hosts: int) -> list[PhaseWork]:
   prompts, group = config.rollout.prompts_per_step, run.sizes["group_size"]
   rows, parts = run.sizes["max_rows"], run.sampler_mesh.size if run.sampler_mesh else 1
   cost = forward_cost(model)
-  pairs = packing.pairs(assumed.prompt)
+  pairs = packing.pairs([packing.Sizes(assumed.prompt, ())])
   read = prompts * (cost.place * assumed.prompt + cost.pair * pairs)
   calls = math.ceil(prompts / hosts) * assumed.prompt / run.prefill
   of_weights = run.weights_read * math.ceil(calls)
