@@ -43,6 +43,7 @@ HARMLESS = (
   "model.fallback",
   "model.fallback_taken.reason",
   "model.cache_dir",
+  "chosen_by_memory",
   "model.lora.path",  # where a run begins; checkpoints hold the adapter.
   "rollout.max_error_share",
   "learn.max_skipped_steps",

@@ -46,6 +46,7 @@ from grpo_jax.learn import (
 )
 from grpo_jax.models import export
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.options import REMATS
 from grpo_jax.models.placement import attention_partition
 from grpo_jax.models.products import Products
 from grpo_jax.processes import arrays
@@ -294,6 +295,7 @@ def make(
   num_valid: int | None = None,
   teacher: ModelConfig | None = None,
   has_weights: bool = False,
+  remedy: str = token_scores.SMALLER_BATCHES,
 ) -> Computation:
   """Makes the programs of a run; nothing is compiled.
 
@@ -305,6 +307,7 @@ def make(
     num_valid: Number of token ids that the tokenizer has; None: those of the model.
     teacher: Sizes of the teacher in the trainer; None: there is none.
     has_weights: Whether completions are expected to have weights other than 1.
+    remedy: Advice if memory is short for an update, for error messages.
 
   Raises:
     ConfigError: The reference policy is a frozen base and cannot follow the policy.
@@ -322,12 +325,13 @@ def make(
   trainable = policy.trainable_of(policy.described(read.described, composition)[0])
   shardings = policy.shardings_of(trainable)
   tx, schedule = run_options.optimizer(config)
+  remat = config.model.remat or REMATS[0]  # None: nobody has chosen, or there are no gradients.
   policy_options = {
     "temperature": config.sampling.temperature,
     "products": Products(
       config.model.compute_dtype, config.model.product_dtype, sharding.placement(mesh)
     ),
-    "remat": config.model.remat,
+    "remat": remat,
     "attention": Attention(config.model.attention, attention_partition(mesh)),
     "partition": sharding.head_partition(mesh),
   }
@@ -348,10 +352,11 @@ def make(
     schedule=schedule,
     shardings=shardings,
     token_loss=token_loss,
+    remedy=remedy,
     **exact,
   )
   with_entropy = config.learn.report_entropy
-  cost = operations.update_cost(model, remat=config.model.remat)
+  cost = operations.update_cost(model, remat=remat)
   score_old = score = scoring.make_scorer(whole, mesh=mesh, matmul_precision=matmul_precision)
   if truncation is not None:
     score_old = scoring.make_scorer(logprobs, mesh=mesh, matmul_precision=matmul_precision)

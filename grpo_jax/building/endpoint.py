@@ -17,6 +17,7 @@ from grpo_jax.config import base as defaults
 from grpo_jax.config import command_line, configuration, run_options
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.config.options import Config
+from grpo_jax.engines.options import USUAL_ROWS
 from grpo_jax.environments.base import Endpoint
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.rollouts.loop_thread import LoopThread
@@ -150,13 +151,14 @@ def config_of(model: str, *, base: str | None = None, changes: Sequence[str] = (
 
 def _prepared(config: Config, weights: stored.StoredWeights) -> Config:
   """Returns the config with the sizes that an endpoint needs: every request has its own prompt."""
+  rows = config.engine.max_rows or USUAL_ROWS
   values = {
     **stored.fields(weights),
     "engine.name": "jax_sampler",
     "rollout.conversations": True,
-    "rollout.prompts_per_step": config.engine.max_rows,
+    "rollout.prompts_per_step": rows,
     "rollout.group_size": 1,
-    "evaluation.num_prompts": config.engine.max_rows,
+    "evaluation.num_prompts": rows,
     "evaluation.group_size": 1,
     "dynamic_sampling.prompts_per_round": None,
   }

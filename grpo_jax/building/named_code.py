@@ -14,7 +14,7 @@ from typing import Any
 
 from grpo_jax import registry
 from grpo_jax.building import stored
-from grpo_jax.config import command_line, configuration
+from grpo_jax.config import chosen_options, command_line, configuration
 from grpo_jax.config.options import Config
 from grpo_jax.http import redaction
 
@@ -30,6 +30,8 @@ _VERIFIERS = ("grpo_environments.verifiers.rows", "grpo_jax.environments.verifie
 def config_to_run(run: pathlib.Path, *, changes: Sequence[str] = ()) -> Config:
   """Returns the config of a run, and logs which code it names.
 
+  What the run chose by the memory of its own devices is left open.
+
   Args:
     run: Run folder.
     changes: Flags of the command line that change fields.
@@ -38,7 +40,7 @@ def config_to_run(run: pathlib.Path, *, changes: Sequence[str] = ()) -> Config:
     NoWeights: config.json is missing or damaged; see `stored.editable_config_of`.
     ConfigError: A flag cannot be used.
   """
-  config = stored.editable_config_of(run)
+  config = chosen_options.unresolved(stored.editable_config_of(run))
   if changes:
     command_line.override(config, changes)
   if found := list(named(configuration.as_dict(config))):

@@ -21,7 +21,7 @@ from grpo_jax.config import (
 from grpo_jax.config.options import Config
 from grpo_jax.engines.base import Engine, SamplingParams
 from grpo_jax.engines.jax_sampler import JaxSampler
-from grpo_jax.engines.options import SamplingOptions
+from grpo_jax.engines.options import USUAL_ROWS, SamplingOptions
 from grpo_jax.engines.server_process import ServerError
 from grpo_jax.engines.transfer import TransferError
 from grpo_jax.learn.group_scoring import GroupScorer
@@ -135,7 +135,7 @@ def _engine(
   name = config.engine.name
   own = options.values(config.engine.sglang) if name == "sglang" else config.engine.options
   is_embedded = name == "jax_sampler"
-  sizes: dict[str, Any] = {"max_rows": config.engine.max_rows}
+  sizes: dict[str, Any] = {"max_rows": config.engine.max_rows or USUAL_ROWS}
   if is_embedded:  # `stream.RolloutSampler` warns for every engine.
     sizes = {**run_options.sampler_sizes(config), "warn_of_truncation": False}
     sizes["unmerged"] = lora_options.is_unmerged(config)

@@ -19,6 +19,7 @@ from grpo_jax.building import (
   evaluation_sets,
   groups,
   kept_programs,
+  memory_choices,
   online,
   policy_model,
   stored,
@@ -49,6 +50,7 @@ class Inputs:
   tokenizer: data.Tokenizer
   teacher: stored.StoredWeights | None  # in the trainer.
   held_out: dict[str, list[Prompt]]
+  remedy: str  # what to do if memory is short for an update.
   has_weights: bool  # whether completions are expected to have weights other than 1.
   environments: environments.Environments
   screen: console.TrainingScreen
@@ -87,7 +89,6 @@ def prepare(
   agreements.check_start(config)
   mesh = device_options.trainer_mesh(config)
   checks.before_model(config, mesh)
-  mode = mode_of(config)
   made = stack.enter_context(groups.make_environments(config))
   evaluation_sets.check_sources(config)
   found = policy_model.find_alike(config)
@@ -100,6 +101,15 @@ def prepare(
   adapter.check_prompts(config, tokenizer, found.folder)
   teacher = distillation_teacher.find(config, found.folder, mesh)
   config = groups.with_conversations(config, made)
+  choices = memory_choices.choose(
+    memory_choices.continued(config, workdir),
+    model.config,
+    mesh,
+    room=memory_choices.room_of(mesh),
+    teacher=None if teacher is None else teacher.config,
+  )
+  choices.say()
+  config, mode = choices.config, mode_of(choices.config)
   opener = groups.with_tools(mode.opener, made)
   held_out = evaluation_sets.held_out(config, tokenizer, opener)  # early: finds a wrong file.
   prompts = groups.make_prompts(config, tokenizer, opener, {})
@@ -123,6 +133,7 @@ def prepare(
     tokenizer=tokenizer,
     teacher=teacher,
     held_out=held_out,
+    remedy=choices.remedy,
     has_weights=checks.has_weights(first),
     environments=made,
     screen=screen,
@@ -145,6 +156,7 @@ def load_model(inputs: Inputs, engine: Engine) -> tuple[computation.Computation,
     num_valid=num_valid,
     teacher=teacher,
     has_weights=inputs.has_weights,
+    remedy=inputs.remedy,
   )
   adapter.log_sizes(made)
   jobs = [*inputs.mode.engine_jobs(engine, made.full), *made.jobs()]

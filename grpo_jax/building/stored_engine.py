@@ -8,7 +8,15 @@ from typing import Any
 from jax.sharding import Mesh
 
 from grpo_jax import data
-from grpo_jax.building import checks, kept_programs, online, policy_model, stored, weights_spec
+from grpo_jax.building import (
+  checks,
+  kept_programs,
+  memory_choices,
+  online,
+  policy_model,
+  stored,
+  weights_spec,
+)
 from grpo_jax.compilation import compiling
 from grpo_jax.config import device_options
 from grpo_jax.config.options import Config
@@ -85,9 +93,12 @@ def start(
     Stopped: `stop` has become true.
     ExpectedFailure: What a user can repair: weights, servers.
   """
-  weights, mode = opened.weights, online.Online(config)
+  weights, like = opened.weights, described(opened.weights, opened.mesh)
+  room = memory_choices.room_of(opened.mesh)
+  choices = memory_choices.choose_rows(config, weights.config, like, opened.mesh, room=room)
+  choices.say()
+  mode = online.Online(choices.config)
   engine = mode.make_engine(opened.tokenizer, weights.model, folder, stack)
-  like = described(weights, opened.mesh)
   with compiling.BackgroundCompiler(mode.engine_jobs(engine, like), opened.compilations) as ahead:
     loaded = stored.load(weights, like=like)
     data.check_vocabulary(opened.tokenizer, weights.config.vocab_size)

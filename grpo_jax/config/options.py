@@ -162,6 +162,8 @@ class Config:
   checkpoint: CheckpointOptions = section(CheckpointOptions, "checkpoints of the run")
   logging: LoggingOptions = section(LoggingOptions, "what a run writes and prints")
   export: ExportOptions = section(ExportOptions, "the final weights, as a Hugging Face folder")
+  # Options that were None, and that the run chose by the memory of its devices; a run records it.
+  chosen_by_memory: tuple[str, ...] | None = None
 
 
 # Every option by its dotted name.

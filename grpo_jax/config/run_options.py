@@ -14,6 +14,7 @@ from grpo_jax.compilation import accelerators, precision
 from grpo_jax.config import (
   ahead_options,
   batching_options,
+  chosen_options,
   configuration,
   data_options,
   device_options,
@@ -27,7 +28,7 @@ from grpo_jax.config.own_functions import name_or_function
 from grpo_jax.data import group_options
 from grpo_jax.engines import launching
 from grpo_jax.engines.base import SamplingParams
-from grpo_jax.engines.options import SamplingOptions
+from grpo_jax.engines.options import USUAL_ROWS, SamplingOptions
 from grpo_jax.engines.sglang_options import SGLangOptions
 from grpo_jax.files import local_paths, remote
 from grpo_jax.groups import filters, shaping
@@ -344,25 +345,44 @@ def limits(config: Config) -> rollout.AttemptLimits:
 
 def sampler_sizes(config: Config) -> dict[str, Any]:
   """Returns the sizes that the embedded sampler is planned for; the run never exceeds them."""
-  evaluation = config.evaluation
-  group_size = config.rollout.group_size + needs_greedy(config)
+  evaluation, lengths = config.evaluation, lengths_of_sampler(config)
+  most = max(completions_of_step(config), evaluation.num_prompts * evaluation.group_size)
+  rows = min(config.engine.max_rows or USUAL_ROWS, most)
+  own_prompts = lengths.pop("own_prompts")
+  return {
+    "max_rows": rows,
+    **lengths,
+    "long_prompts": rows if own_prompts else None,
+    "whole_caches": chosen_options.has_chosen_rows(config) and rows > USUAL_ROWS,
+  }
+
+
+def completions_of_step(config: Config, hosts: int = 1) -> int:
+  """Returns the completions that a training step samples at the same time.
+
+  Args:
+    config: Config of the run.
+    hosts: Number of processes that share the prompts.
+  """
   of_step = max(config.rollout.prompts_per_step, config.dynamic_sampling.prompts_per_round or 0)
   if ahead_options.updates_in_flight(config):
     of_step = ahead_options.rule(config).capacity
-  most = max(of_step * group_size, evaluation.num_prompts * evaluation.group_size)
-  rows = min(config.engine.max_rows, most)
+  return -(-of_step // hosts) * (config.rollout.group_size + needs_greedy(config))
+
+
+def lengths_of_sampler(config: Config) -> dict[str, Any]:
+  """Returns the longest prompt and completion, the size of a group, and whether all completions
+  have prompts of their own: in a conversation they do after the first turn."""
   longest = (limits(config).max_tokens or 0) - 1  # a completion has at least one token.
   has_conversations = batching_options.has_conversations(config)
   is_simple = not has_conversations and not config.data.datasets
   longest_prompt = min(longest, config.data.max_prompt_tokens) if is_simple else longest
   of_evaluation = evaluation_sampling(config).max_tokens
   return {
-    "max_rows": rows,
     "prompt_tokens": max(longest_prompt, 1),
     "completion_tokens": max(min(max(config.sampling.max_tokens, of_evaluation), longest), 1),
-    "group_size": group_size,
-    # In a conversation every completion has its own prompt after the first turn.
-    "long_prompts": rows if has_conversations else None,
+    "group_size": config.rollout.group_size + needs_greedy(config),
+    "own_prompts": has_conversations,
   }
 
 

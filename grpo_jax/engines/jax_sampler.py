@@ -35,7 +35,7 @@ from grpo_jax.engines import (
 )
 from grpo_jax.engines.continuous_batching import ContinuousBatcher, Programs, Stats, caches
 from grpo_jax.engines.generate_call import GenerateCall
-from grpo_jax.engines.options import EngineOptions
+from grpo_jax.engines.options import USUAL_ROWS
 from grpo_jax.engines.weight_sync import SyncedWeights, WeightSync
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
@@ -56,7 +56,7 @@ class JaxSampler:
     product_dtype: Any = None,
     matmul_precision: str | None = None,
     attention: Attention = AUTOMATIC,
-    max_rows: int = EngineOptions.max_rows,
+    max_rows: int = USUAL_ROWS,
     max_length: int | None = None,
     chunk_tokens: int = 16,
     num_valid_tokens: int | None = None,
@@ -68,6 +68,7 @@ class JaxSampler:
     completion_tokens: int | None = None,
     group_size: int = 8,
     long_prompts: int | None = None,
+    whole_caches: bool = False,
     unmerged: bool | None = None,
     devices: Sequence[Any] | None = None,
   ):
@@ -108,6 +109,8 @@ class JaxSampler:
       group_size: Usual number of completions of a prompt; any number works.
       long_prompts: Number of prompts of the largest length that find room at the same time; others
         wait. None: as many as `max_rows` rows have in groups of `group_size`.
+      whole_caches: Whether the planned caches may be larger than 4 GiB each, because the caller has
+        counted their memory. False: larger ones grow when completions need them.
       unmerged: Whether the adapter of weights with one stays apart from their base, as in the
         trainer. The base is then copied once, and `load_weights` copies the adapter only. False:
         they are merged in float32 and rounded to the compute dtype. None: apart if that rounding
@@ -132,7 +135,14 @@ class JaxSampler:
       matmul_precision=precision.resolve(matmul_precision, compute_dtype),
       attention=attention,
     )
-    self._sizes = _sizes(max_rows, self._options, prompt_tokens, completion_tokens, long_prompts)
+    self._sizes = _sizes(
+      max_rows,
+      self._options,
+      prompt_tokens,
+      completion_tokens,
+      long_prompts=long_prompts,
+      whole_caches=whole_caches,
+    )
     self._in_flight_updates = in_flight_updates
     self._programs = Programs()
     self._devices = None if devices is None else tuple(devices)
@@ -418,7 +428,9 @@ def _sizes(
   options: sampler_inputs.ProgramOptions,
   prompt_tokens: int | None,
   completion_tokens: int | None,
+  *,
   long_prompts: int | None,
+  whole_caches: bool,
 ) -> scheduling.SamplerSizes:
   """Returns the sizes of the caches: fixed if the longest prompt and completion are planned."""
   is_cpu = current_chip().platform == "cpu"
@@ -431,6 +443,7 @@ def _sizes(
     long_prompts=long_prompts or -(-max_rows // options.group),
     token_bytes=kv_cache.token_bytes(options),
     is_cpu=is_cpu,
+    whole_caches=whole_caches,
   )
 
 

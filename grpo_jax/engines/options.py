@@ -12,6 +12,7 @@ from grpo_jax.values.options import option, section
 
 LOGPROBS = ("full", "truncated")
 _SIZE = checked.whole(low=1)
+USUAL_ROWS = 64  # completions sampled at the same time where memory does not decide.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,12 @@ class EngineOptions:
   name: str = option(
     "jax_sampler", '"jax_sampler", "sglang", or the dotted path of a module of your own'
   )
-  max_rows: int = option(64, "completions sampled at the same time, per server", _SIZE)
+  max_rows: int | None = option(
+    None,
+    "completions sampled at the same time, per server; None: as many of a step's as memory holds"
+    " (on a CPU, and with servers, 64)",
+    checked.whole(low=1, none=True),
+  )
   devices: tuple[int, ...] | None = option(
     None,
     "devices of the embedded sampler, by number: (6, 7); the mesh has the others. None: it"

@@ -115,6 +115,7 @@ def planned(
   long_prompts: int,
   token_bytes: int,
   is_cpu: bool,
+  whole_caches: bool = False,
 ) -> SamplerSizes:
   """Returns sizes for all requests within the limits, with caches of at most 4 GiB each.
 
@@ -129,14 +130,19 @@ def planned(
       wait. There is at least one page for each row.
     token_bytes: Bytes of the keys and values of a token.
     is_cpu: Whether the sampler runs on a CPU; see `unplanned`.
+    whole_caches: Whether caches may be larger than that, because their memory was counted before.
   """
-  sizes = unplanned(rows, is_cpu=is_cpu)
+  sizes, most = unplanned(rows, is_cpu=is_cpu), None if whole_caches else _CACHE_BYTES
   page = min(sizes.page, -(-max(prompt_tokens - 1, 1) // 16) * 16)
   table = -(-max(prompt_tokens - 1, 1) // page)
-  longest = min(completion_tokens, max(_CACHE_BYTES // (rows * token_bytes), sizes.columns))
+  longest = completion_tokens
+  if most is not None:
+    longest = min(longest, max(most // (rows * token_bytes), sizes.columns))
   columns = -(-longest // 16) * 16
   columns = min(sizes.columns, columns) if is_cpu else columns
-  pages = min(max(long_prompts * table, rows), _CACHE_BYTES // (page * token_bytes))
+  pages = max(long_prompts * table, rows)
+  if most is not None:
+    pages = min(pages, most // (page * token_bytes))
   return dataclasses.replace(
     sizes,
     page=page,

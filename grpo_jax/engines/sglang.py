@@ -38,7 +38,7 @@ from grpo_jax.engines import (
 from grpo_jax.engines.dispatch import CompletionJob, Dispatcher
 from grpo_jax.engines.fleet import Fleet
 from grpo_jax.engines.generate_call import GenerateCall
-from grpo_jax.engines.options import EngineOptions
+from grpo_jax.engines.options import USUAL_ROWS
 from grpo_jax.engines.server import Adapter, FleetOptions, WeightsVersion
 from grpo_jax.engines.sglang_options import SGLangOptions
 from grpo_jax.http.background import BackgroundLoop
@@ -66,7 +66,7 @@ class SGLangEngine:
     matmul_precision: str | None = None,
     attention: Attention = AUTOMATIC,
     num_valid_tokens: int | None = None,
-    max_rows: int = EngineOptions.max_rows,
+    max_rows: int = USUAL_ROWS,
   ):
     """Makes the engine and begins to bring up its servers; `load_weights` waits for them.
 
@@ -316,7 +316,7 @@ def make(
   matmul_precision: str | None = None,
   attention: Attention = AUTOMATIC,
   num_valid_tokens: int | None = None,
-  max_rows: int = EngineOptions.max_rows,
+  max_rows: int = USUAL_ROWS,
   adapter: lora.AdapterOptions | None = None,
   **options: Any,
 ) -> SGLangEngine:

@@ -2,7 +2,6 @@
 
 from grpo_jax.batching.packing import Cost
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.options import ModelOptions
 
 # Reading every weight and writing every gradient takes as long as the products of this many places;
 # measured on two CPU cores with 135M parameters in float32.
@@ -15,7 +14,7 @@ _OF_ATTENTION = {"full": 4.5, "dots": 3.5, "none": 3.5}
 _OF_HEAD = 3
 
 
-def update_cost(config: ModelConfig, *, remat: str = ModelOptions.remat) -> Cost:
+def update_cost(config: ModelConfig, *, remat: str = "full") -> Cost:
   """Returns the operations of a gradient; a multiplication with an addition counts as two.
 
   Args:

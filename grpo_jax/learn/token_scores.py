@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool, Float
 
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.options import ModelOptions
 from grpo_jax.models.products import FLOAT32, Products
 from grpo_jax.rl import diagnostics
 from grpo_jax.rl.logprobs import token_logprobs, token_objective, truncated_token_logprobs
@@ -39,8 +38,7 @@ LossFn = Callable[[Any, Batch, Denominators, bool], tuple[Array, Array, Array | 
 
 # What to do if memory is short for programs that compute logprobs; for error messages.
 SMALLER_BATCHES = (
-  "lower batching.microbatch_tokens, set model.remat='full', or split the weights over more devices"
-  " with mesh.fsdp"
+  "lower batching.microbatch_tokens, or split the weights over more devices with mesh.fsdp"
 )
 
 
@@ -49,7 +47,7 @@ def make_logprobs(
   *,
   temperature: float = 1.0,
   products: Products = FLOAT32,
-  remat: str = ModelOptions.remat,
+  remat: str = "full",
   attention: Attention = AUTOMATIC,
   implementation: str | None = None,
   partition: Partition | None = None,
@@ -92,7 +90,7 @@ def make_token_loss(
   *,
   temperature: float = 1.0,
   products: Products = FLOAT32,
-  remat: str = ModelOptions.remat,
+  remat: str = "full",
   attention: Attention = AUTOMATIC,
   partition: Partition | None = None,
 ) -> LossFn:

@@ -243,6 +243,7 @@ def make_update(
   shardings: Any = None,
   token_loss: LossFn | None = None,
   matmul_precision: str | None = None,
+  remedy: str = SMALLER_BATCHES,
 ) -> Update:
   """Makes the function of a training step; see `Update`.
 
@@ -257,6 +258,7 @@ def make_update(
     token_loss: Function made by `token_scores.make_token_loss` with the same objective. It
       replaces `logprobs`: equal results in less time. None: two passes over the vocabulary.
     matmul_precision: Precision of float32 products, the optimizer's too; see `precision.resolve`.
+    remedy: Advice if memory is short for the gradients, for error messages.
   """
   if epochs < 1:
     raise ValueError(f"epochs must be at least 1, got {epochs}")
@@ -309,7 +311,7 @@ def make_update(
     differentiate=Program(
       jax.jit(scoped(differentiate), donate_argnums=1, out_shardings=of_update),
       name="update",
-      remedy=SMALLER_BATCHES,
+      remedy=remedy,
     ),
     apply=Program(
       jax.jit(scoped(apply), donate_argnums=(0, 1)), name="optimizer", remedy=SMALLER_STATE

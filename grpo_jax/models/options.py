@@ -8,6 +8,7 @@ from grpo_jax.values import checked
 from grpo_jax.values.options import option, section
 
 ALL = "all"
+REMATS = ("full", "dots", "none")  # what the backward pass recomputes; the least memory first.
 BASE_DTYPES = ("bfloat16", "float32", "int8", "nf4")
 _NAMES = checked.several(checked.nonempty(), least=1)
 _TARGETS = checked.Kind(f"{ALL!r}, or {_NAMES.needed}", lambda x: x == ALL or _NAMES.fits(x))
@@ -83,10 +84,11 @@ class ModelOptions:
   matmul_precision: str | None = option(
     None, "precision of float32 products: docs/precision.md; None: float32"
   )
-  remat: str = option(
-    "full",
-    'activation checkpointing: "full" (least memory), "dots", or "none" (fastest)',
-    checked.choice(("full", "dots", "none")),
+  remat: str | None = option(
+    None,
+    'activation checkpointing: "full" (least memory), "dots", or "none" (fastest); None: the'
+    ' fastest that fits the memory of the devices (on a CPU "full"). docs/memory.md',
+    checked.choice(REMATS, none=True),
   )
   logprobs: str | None = option(
     None, "implementation of the fused LM head; None: the best for this machine"

@@ -4,7 +4,9 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from grpo_jax.building import arrays_in_memory
 from grpo_jax.config import lora_options
+from grpo_jax.models.options import REMATS
 from grpo_plan import programs
 from grpo_plan.chips import GIB
 from grpo_plan.plan import Need, Plan
@@ -15,8 +17,8 @@ _OF_SAMPLING = (
   "reading prompts",
   "sampling",
   "score",
-  programs.COPYING,
-  programs.COPYING_ADAPTER,
+  arrays_in_memory.COPYING,
+  arrays_in_memory.COPYING_ADAPTER,
 )
 # Rank of an adapter that is advised.
 _RANK = 32
@@ -100,7 +102,7 @@ def _adapter(plan: Plan, worst: Need) -> Iterator[Remedy]:
     yield Remedy(f"model.lora.base_dtype={smaller}", reason, saved, may_cost=True)
 
 
-def _with_adapter(plan: Plan) -> programs.Arrays:
+def _with_adapter(plan: Plan) -> arrays_in_memory.Arrays:
   """Returns the arrays of a run that would train an adapter on a base in bfloat16."""
   run, arrays = plan.run, plan.run.arrays
   base, adapter = programs.base_bytes(run, "bfloat16"), programs.adapter_bytes(run, _RANK)
@@ -157,8 +159,8 @@ def _activations(plan: Plan, worst: Need) -> Iterator[Remedy]:
     yield Remedy(
       f"batching.microbatch_tokens={max(each // 2, shape.row_tokens)}", "smaller microbatches"
     )
-  if run.config.model.remat != "full":
-    yield Remedy("model.remat=full", "activations are computed again in the backward pass")
+  if worst.program == "update":
+    yield from _recomputation(plan)
   row = plan.row.point if plan.row else None
   if row is not None and row.row_tokens < shape.row_tokens:
     yield Remedy(
@@ -171,6 +173,16 @@ def _activations(plan: Plan, worst: Need) -> Iterator[Remedy]:
       f"mesh.tensor={2 * tensor}",
       "the largest arrays are gathered weights or logits, which it divides; plan it to see",
     )
+
+
+def _recomputation(plan: Plan) -> Iterator[Remedy]:
+  """Yields the choices of `model.remat` that take less than that of the run."""
+  remat, choices = plan.run.config.model.remat or REMATS[0], plan.run.choices
+  for smaller in reversed(REMATS[: REMATS.index(remat)]):
+    learning = None if choices is None else choices.learning
+    saved = 0 if learning is None else learning.peak(remat) - learning.peak(smaller)
+    reason = "more activations are computed again in the backward pass"
+    yield Remedy(f"model.remat={smaller}", reason, saved)
 
 
 def _gathers(need: Need) -> int:

@@ -1,5 +1,6 @@
 """From the words of the command to the run to plan: config, sizes of the model, mesh."""
 
+import dataclasses
 import json
 import pathlib
 from collections.abc import Sequence
@@ -7,6 +8,7 @@ from collections.abc import Sequence
 import jax
 
 from grpo_jax import engines
+from grpo_jax.building import memory_choices
 from grpo_jax.config import command_line, configuration, modes, run_options
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.config.options import Config
@@ -116,8 +118,11 @@ def run_of(
   teacher = None
   if config.teacher.path:
     teacher, _ = model_of(config, None, folder, field="teacher.path")
+  with target.assumed(devices, local):
+    choices = memory_choices.choose(config, model, mesh, room=topology.chip.usable, teacher=teacher)
   try:
-    return programs.described(config, model, mesh, host=local, teacher=teacher)
+    run = programs.described(choices.config, model, mesh, host=local, teacher=teacher)
+    return dataclasses.replace(run, choices=choices)
   except jax.errors.JaxRuntimeError as error:  # where the sampler's copies lie is compiled.
     needed = compiling.refused_bytes(str(error))
     if needed is None:

@@ -16,6 +16,8 @@ from grpo_kernels.attention import Attention
 from jax.sharding import Mesh
 
 from grpo_jax.building import computation, weights_spec
+from grpo_jax.building.arrays_in_memory import PROGRAMS, Arrays, bytes_of_device, held_by
+from grpo_jax.building.memory_choices import Choices
 from grpo_jax.compilation.programs import CompileJob
 from grpo_jax.config import ahead_options, lora_options, modes, run_options
 from grpo_jax.config.options import Config
@@ -26,86 +28,6 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.errors import ModelError
 from grpo_jax.models.products import Products
 from grpo_plan import target
-
-
-@dataclasses.dataclass(frozen=True)
-class Arrays:
-  """Bytes that the arrays of a run take on one device, without those of its programs.
-
-  Attributes:
-    weights: Weights of the model: float32, or a frozen base and its adapter.
-    optimizer: State of the optimizer.
-    reference: The frozen reference policy; 0 if the loss needs none.
-    sampler: The embedded sampler's copy of the weights, freed before gradients are computed.
-    kept: The part of it that is not freed: that of a base which has an adapter beside it.
-    caches: The sampler's keys and values, also freed.
-    initial: The initial policy, read again to measure how far the policy has moved; 0 if that is
-      not measured, or there is a reference.
-    gradients: The sum of the gradients; None: as much as the weights.
-    teacher: Weights of a teacher in the trainer.
-    keeps_caches: Whether the caches stay while gradients are computed, as on CPUs.
-    adapter: The part of the weights that is an adapter; 0: every weight is trained.
-    keeps_sampler: Whether the sampler's weights and caches are never freed, because it samples
-      while the trainer learns.
-  """
-
-  weights: int
-  optimizer: int
-  reference: int = 0
-  sampler: int = 0
-  kept: int = 0
-  caches: int = 0
-  initial: int = 0
-  gradients: int | None = None
-  teacher: int = 0
-  keeps_caches: bool = False
-  adapter: int = 0
-  keeps_sampler: bool = False
-
-  @property
-  def always(self) -> int:
-    """Bytes that the run holds from its beginning to its end."""
-    return self.weights + self.optimizer + self.reference + self.teacher
-
-  @property
-  def sums(self) -> int:
-    """Bytes of the sum of the gradients."""
-    return self.weights if self.gradients is None else self.gradients
-
-  @property
-  def sampling(self) -> int:
-    """Bytes of the sampler."""
-    return self.sampler + self.caches
-
-  def beside(self, program: str) -> int:
-    """Returns the bytes of all arrays in memory when a program is called.
-
-    Args:
-      program: Name of the program without its shapes, one of `PROGRAMS`.
-    """
-    is_learning = program in ("watch", "update", "optimizer")
-    if self.keeps_sampler:
-      own = self.sampling
-    else:
-      own = self.kept + (self.caches if self.keeps_caches else 0)
-    kept = own if is_learning else 0
-    return self.always + PROGRAMS[program](self) + kept
-
-
-# Programs of a run that take memory, and the arrays besides those that are always there.
-COPYING = "copying the weights to each process"
-COPYING_ADAPTER = "copying the adapter to each process"
-PROGRAMS = {
-  COPYING: lambda arrays: 0,  # its results are the sampler's weights.
-  COPYING_ADAPTER: lambda arrays: arrays.kept,
-  "reading prompts": lambda arrays: arrays.sampling,
-  "sampling": lambda arrays: arrays.sampling,
-  "score": lambda arrays: arrays.sampling,
-  "teacher": lambda arrays: arrays.sampling,
-  "watch": lambda arrays: arrays.initial,
-  "update": lambda arrays: arrays.sums,  # the sum to which gradients are added in place.
-  "optimizer": lambda arrays: arrays.sums,
-}
 
 # Programs of each place of a batch: their shapes are those of the microbatches.
 OF_BATCHES = ("score", "teacher", "watch", "update")
@@ -127,6 +49,7 @@ class PlannedRun:
     sampler_mesh: Mesh of the sampler of one host; None: the run has none.
     weights_read: Bytes of the weights that one device reads in each decode step.
     cache_token: Bytes of keys and values of one token, on all devices together.
+    choices: Options that the run chooses by the memory of the machine; None: not asked.
   """
 
   config: Config
@@ -140,6 +63,7 @@ class PlannedRun:
   sampler_mesh: Mesh | None = None
   weights_read: int = 0
   cache_token: int = 0
+  choices: Choices | None = None
 
   @property
   def prefill(self) -> int:
@@ -234,16 +158,6 @@ def base_bytes(run: PlannedRun, dtype: str) -> int | None:
     return None
 
 
-def bytes_of_device(tree: Any) -> int:
-  """Returns the bytes of described arrays on one device."""
-  return sum(_held(leaf) for leaf in jax.tree.leaves(tree))
-
-
-def _held(leaf: Any) -> int:
-  shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
-  return math.prod(shape) * leaf.dtype.itemsize
-
-
 def described(
   config: Config,
   model: ModelConfig,
@@ -268,28 +182,10 @@ def described(
   host = devices if host is None else host
   with target.assumed(devices, host):
     made = computation.make(config, model, mesh, run_options.objective(config), teacher=teacher)
-    arrays, jobs = _held_by(made), made.jobs()
+    arrays, jobs = held_by(made), made.jobs()
     if config.engine.name != "jax_sampler" or modes.is_offline(config):
       return PlannedRun(config, model, mesh, host, made, arrays, tuple(jobs))
     return _with_sampler(PlannedRun(config, model, mesh, host, made, arrays, tuple(jobs)))
-
-
-def _held_by(made: computation.Computation) -> Arrays:
-  """Returns the bytes of what the trainer keeps."""
-  state, weights = made.state, bytes_of_device(made.full)
-  is_whole, needs_ref = made.composition is None, made.objective.needs_ref
-  reads_again = bool(made.config.learn.report_kl_every_steps) and not needs_ref and is_whole
-  is_cpu = made.mesh.devices.flat[0].platform == "cpu"
-  return Arrays(
-    weights=weights,
-    optimizer=bytes_of_device(state.opt_state),
-    reference=weights * (needs_ref and is_whole),
-    initial=weights * reads_again,
-    gradients=bytes_of_device(state.params),
-    teacher=0 if made.teacher is None else bytes_of_device(made.teacher.weights),
-    keeps_caches=is_cpu,
-    adapter=0 if is_whole else bytes_of_device(state.params),
-  )
 
 
 def _with_sampler(run: PlannedRun) -> PlannedRun:

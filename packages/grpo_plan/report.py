@@ -20,8 +20,8 @@ def text(plan: Plan, *, source: str) -> str:
     plan: The plan.
     source: Origin of the model's sizes.
   """
-  parts = [_head(plan, source), _memory(plan), _arrays(plan), _traffic(plan), _time(plan)]
-  parts += [_limits(plan), _verdict(plan)]
+  parts = [_head(plan, source), _choices(plan), _memory(plan), _arrays(plan), _traffic(plan)]
+  parts += [_time(plan), _limits(plan), _verdict(plan)]
   return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part)))
 
 
@@ -39,6 +39,32 @@ def _head(plan: Plan, source: str) -> Iterator[str]:
   engine = run.config.engine.name
   if not run.sizes and not run.config.mode == "offline":
     yield f"engine.name={engine}: the memory of the engine is not counted"
+
+
+def _choices(plan: Plan) -> Iterator[str]:
+  """Yields what the run will choose by this machine's memory, and whether the compiler agrees."""
+  choices = plan.run.choices
+  if choices is None:
+    return
+  yield from (*choices.lines, *choices.warnings)
+  counted = arithmetic(plan)
+  need = plan.need("update")
+  if counted is None or need is None:
+    return
+  if need.compiled.is_refused:
+    yield f"the compiler refuses this update, for which arithmetic counts {_gib(counted, 0)} GiB"
+    return
+  yield (
+    f"the compiler counts {_gib(need.peak, 0)} GiB for this update, arithmetic {_gib(counted, 0)}"
+  )
+
+
+def arithmetic(plan: Plan) -> int | None:
+  """Returns the bytes by which the run chose what it recomputes; None: nothing was counted."""
+  choices, remat = plan.run.choices, plan.run.config.model.remat
+  if choices is None or choices.learning is None or remat is None:
+    return None
+  return choices.learning.peak(remat)
 
 
 def _memory(plan: Plan) -> Iterator[str]:
@@ -271,6 +297,12 @@ def to_json(plan: Plan, *, source: str, arguments: Sequence[str]) -> dict[str, A
       "sampler_caches": arrays.caches,
     },
     "programs": [_program(need) for need in plan.needs],
+    "choices": {
+      "model.remat": run.config.model.remat,
+      "engine.max_rows": run.config.engine.max_rows,
+      "chosen": list(run.config.chosen_by_memory or ()),
+      "update_bytes_by_arithmetic": arithmetic(plan),
+    },
     "peak_bytes": plan.worst.peak,
     "peak_program": plan.worst.compiled.name,
     "fits": plan.fits,

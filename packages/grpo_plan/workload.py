@@ -12,12 +12,13 @@ import math
 import jax
 
 from grpo_jax.batching import packing
+from grpo_jax.building import arrays_in_memory
 from grpo_jax.config import batching_options
 from grpo_jax.config.options import Config
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.models import leaves
 from grpo_jax.models.config import ModelConfig
-from grpo_plan import programs
+from grpo_jax.models.options import REMATS
 from grpo_plan.programs import PlannedRun
 from grpo_plan.topologies import PlanError
 
@@ -154,7 +155,7 @@ def of_step(run: PlannedRun, assumed: Lengths, *, hosts: int) -> list[PhaseWork]
     found.append(PhaseWork("scoring", "score", float(scorings * count), scorings * forward, read))
   epochs = run.config.learn.epochs
   update = epochs * operations(run, assumed, update_cost(run))
-  reads = _READS[run.config.model.remat]
+  reads = _READS[run.config.model.remat or REMATS[0]]
   each = reads * _gathered(run) + 2 * run.arrays.sums
   calls = float(epochs * count)
   found.append(PhaseWork("update", "update", calls, update, calls * each))
@@ -163,9 +164,9 @@ def of_step(run: PlannedRun, assumed: Lengths, *, hosts: int) -> list[PhaseWork]
   found.append(PhaseWork("optimizer", "optimizer", float(steps), 0.0, float(steps * state)))
   if run.is_spread:
     arrays = run.arrays
-    program, moved = programs.COPYING, arrays.weights + arrays.sampler
+    program, moved = arrays_in_memory.COPYING, arrays.weights + arrays.sampler
     if arrays.kept:  # then only an adapter moves: read, and written. The base moved once.
-      program, moved = programs.COPYING_ADAPTER, 2 * (arrays.sampler - arrays.kept)
+      program, moved = arrays_in_memory.COPYING_ADAPTER, 2 * (arrays.sampler - arrays.kept)
     found.append(PhaseWork("weights to the sampler", program, 1.0, 0.0, float(moved)))
   return found
 

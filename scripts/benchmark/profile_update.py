@@ -35,6 +35,7 @@ from grpo_jax.learn import operations, sharding, train_step
 from grpo_jax.learn.policy import Policy
 from grpo_jax.models import loading, sources
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.options import REMATS
 from grpo_jax.types import FinishReason, Minibatch, Prompt, Rollout, RolloutGroup, TrainState
 
 PROMPT_TOKENS = 38  # length of nearly all of the benchmark's prompts.
@@ -146,7 +147,7 @@ def main() -> None:
   jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
   sizes = loading.read_config(options.model)
   groups = groups_of(workload, sizes.vocab_size)
-  cost = operations.update_cost(sizes, remat=config.model.remat)
+  cost = operations.update_cost(sizes, remat=config.model.remat or REMATS[0])
   shapes = batching_options.plan(typed(config), cost=cost, replicas=1)
   if options.shape:
     shapes = (packing.Shape(*map(int, options.shape.split(","))),)

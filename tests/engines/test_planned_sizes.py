@@ -7,6 +7,7 @@ from configs import gsm8k, math_1b, quickstart
 from grpo_jax.config import run_options
 from grpo_jax.config.configuration import typed
 from grpo_jax.engines import scheduling
+from grpo_jax.engines.options import USUAL_ROWS
 
 
 def planned(config):
@@ -38,7 +39,7 @@ def test_rows_are_no_more_than_a_step_or_an_evaluation_asks_for():
   config.evaluation.num_prompts = 3
   assert run_options.sampler_sizes(typed(config))["max_rows"] == 20
   config.dynamic_sampling.prompts_per_round = 400
-  assert run_options.sampler_sizes(typed(config))["max_rows"] == config.engine.max_rows
+  assert run_options.sampler_sizes(typed(config))["max_rows"] == USUAL_ROWS
 
 
 def test_evaluations_and_conversations_are_planned_for():

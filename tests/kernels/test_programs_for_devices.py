@@ -10,6 +10,7 @@ import pytest
 from aot import TARGET, on_h100
 
 from grpo_jax.commands import cli
+from grpo_jax.models.options import REMATS
 from grpo_plan import architectures, compiling, plan, plan_request, programs, search, topologies
 
 pytestmark = aot.MARKS
@@ -42,6 +43,21 @@ def test_eight_h100s_exchange_weights_and_gradients_and_hold_no_more_than_that(t
   assert scattered * 0.9 < moved["reduce-scatter"] < 1.3 * scattered
   assert sum(moved.values()) < 1.3 * (gathered + scattered)
   assert found.temporaries < 4 * GIB
+
+
+@on_h100
+@pytest.mark.parametrize("remat", REMATS)
+def test_arithmetic_of_an_update_is_not_below_what_the_compiler_counts(remat, tmp_path):
+  sizes = architectures.SHAPES["Qwen2.5-1.5B"] | {"num_hidden_layers": 4}
+  run = run_on("h100", sizes, tmp_path, f"--config.model.remat={remat}")
+  assert run.choices is not None and run.choices.learning is not None
+  job = next(x for x in programs.largest(run.jobs) if programs.program_of(x.name) == "update")
+  found = compiling.compiled(job, run.mesh, host=run.host)
+  counted = run.choices.learning.updates[remat].total
+  print(
+    f"{job.name}, {remat}: {counted / GIB:.2f} GiB by arithmetic, {found.own / GIB:.2f} compiled"
+  )
+  assert found.own <= counted <= 1.6 * found.own
 
 
 @on_h100

@@ -165,7 +165,9 @@ def test_a_run_leaves_what_tools_rely_on(make_config, tmp_path, capsys):
   of_training = (tmp_path / "rollouts" / "step_000000.jsonl").read_text().splitlines()[0]
   assert json.loads(line).keys() == json.loads(of_training).keys()
   printed = capsys.readouterr().out
-  assert "0/3" in printed
+  assert "0/3" in printed and printed.count("model.remat='full'") == 1
+  stored = json.loads((tmp_path / "config.json").read_text())
+  assert stored["model"]["remat"] == "full" and stored["chosen_by_memory"] == ["model.remat"]
   ending = printed[printed.index("final weights:") :]
   assert f"final weights: {tmp_path / 'export'}\n" in ending and "from_pretrained" in ending
   assert ending.endswith(f"report: {tmp_path / 'report.html'} (open it in a browser)\n")

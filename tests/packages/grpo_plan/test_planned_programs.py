@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from grpo_jax.building import computation
+from grpo_jax.building import arrays_in_memory, computation
 from grpo_jax.compilation.programs import CompileJob
 from grpo_jax.models import leaves, loading
 from grpo_plan import plan_request, programs, topologies
@@ -66,7 +66,11 @@ def test_sampler_keeps_layers_and_head_in_bfloat16_and_its_caches(run, model):
 
 def test_every_program_of_the_run_is_counted_or_known_to_be_small(run):
   names = [job.name for job in run.jobs]
-  others = {programs.COPYING, programs.COPYING_ADAPTER, "teacher"}  # of several hosts, or with one.
+  others = {
+    arrays_in_memory.COPYING,
+    arrays_in_memory.COPYING_ADAPTER,
+    "teacher",
+  }  # of several hosts, or with one.
   needed = set(programs.PROGRAMS) - others
   assert {programs.program_of(name) for name in names} - {None} == needed
   for name in names:
@@ -88,13 +92,13 @@ def test_mesh_of_the_config_decides_what_a_device_holds(arrays_of, run):
 
 @pytest.mark.parametrize(("keeps_caches", "kept"), [(False, 0), (True, 1000)])
 def test_arrays_beside_each_program(keeps_caches, kept):
-  arrays = programs.Arrays(
+  arrays = arrays_in_memory.Arrays(
     1, 2, reference=10, sampler=100, caches=1000, initial=10**4, gradients=10**5, teacher=10**6,
     keeps_caches=keeps_caches,
   )  # fmt: skip
   assert {name: arrays.beside(name) - 10**6 for name in programs.PROGRAMS} == {
-    programs.COPYING: 13,
-    programs.COPYING_ADAPTER: 13,
+    arrays_in_memory.COPYING: 13,
+    arrays_in_memory.COPYING_ADAPTER: 13,
     "reading prompts": 1113,
     "sampling": 1113,
     "score": 1113,
@@ -106,7 +110,9 @@ def test_arrays_beside_each_program(keeps_caches, kept):
 
 
 def test_a_sampler_that_samples_while_the_trainer_learns_frees_nothing():
-  arrays = programs.Arrays(1, 2, sampler=100, caches=1000, gradients=10**5, keeps_sampler=True)
+  arrays = arrays_in_memory.Arrays(
+    1, 2, sampler=100, caches=1000, gradients=10**5, keeps_sampler=True
+  )
   beside = [arrays.beside(name) for name in ("sampling", "watch", "update", "optimizer")]
   assert beside == [1103, 1103, 101103, 101103]
 

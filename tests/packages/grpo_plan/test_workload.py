@@ -9,10 +9,11 @@ import pytest
 from jax.sharding import Mesh
 
 from grpo_jax.batching import packing
+from grpo_jax.building import arrays_in_memory
 from grpo_jax.compilation.programs import CompileJob
 from grpo_jax.config import configuration
 from grpo_jax.models import leaves
-from grpo_plan import compiling, plan_request, programs, roofline, topologies, workload
+from grpo_plan import compiling, plan_request, roofline, topologies, workload
 from grpo_plan.chips import CHIPS
 from grpo_plan.workload import Lengths, PhaseWork
 
@@ -126,8 +127,8 @@ def test_only_an_adapter_moves_to_other_hosts_in_each_step(run, lora_run):
     return phases(dataclasses.replace(run, sampler_mesh=host), hosts=2)["weights to the sampler"]
 
   whole, adapted = of_half(run), of_half(lora_run)
-  assert whole.program == programs.COPYING
-  assert adapted.program == programs.COPYING_ADAPTER
+  assert whole.program == arrays_in_memory.COPYING
+  assert adapted.program == arrays_in_memory.COPYING_ADAPTER
   assert adapted.bytes == 2 * (lora_run.arrays.sampler - lora_run.arrays.kept)
 
 

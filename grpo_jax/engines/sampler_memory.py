@@ -1,0 +1,100 @@
+"""The memory that the embedded sampler takes, and how many rows fit. Pure.
+
+The caches are those that `scheduling.planned` plans. What a program needs besides is arithmetic,
+each term at its largest: a run chooses its rows by it before anything is compiled.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_jax.engines import kv_cache, scheduling
+from grpo_jax.engines.options import USUAL_ROWS
+from grpo_jax.engines.sampler_inputs import ProgramOptions
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.products import Products
+
+_FLOAT32 = 4
+_LOGITS = 6  # arrays [rows V] at once: logits, probabilities, noise and what sorts them.
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+  """A number of rows and what it takes, in bytes of one device.
+
+  Attributes:
+    count: Completions decoded at the same time.
+    whole_caches: Whether the caches are made for the longest completions at once, however large.
+    caches: Bytes of keys and values.
+    program: Bytes of a decode step besides its arguments.
+  """
+
+  count: int
+  whole_caches: bool
+  caches: int
+  program: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerPart:
+  """The part of the sampler that one device has.
+
+  Attributes:
+    model: Sizes of the model.
+    products: Options of matrix products.
+    sizes: Planned sizes without those of rows: prompt_tokens, completion_tokens, group_size, and
+      whether every row has its own prompt, as "own_prompts".
+    heads: Devices over which heads are split.
+    rows: Devices over which rows are split.
+  """
+
+  model: ModelConfig
+  products: Products
+  sizes: Mapping[str, Any]
+  heads: int = 1
+  rows: int = 1
+
+  def of(self, rows: int, *, whole_caches: bool) -> Rows:
+    """Returns what a number of rows takes.
+
+    Args:
+      rows: Completions decoded at the same time.
+      whole_caches: Whether the caches are made for the longest completions at once.
+    """
+    sizes = self.sizes
+    of_token = kv_cache.token_bytes(ProgramOptions(self.model, self.products, chunk=1))
+    planned = scheduling.planned(
+      rows,
+      prompt_tokens=sizes["prompt_tokens"],
+      completion_tokens=sizes["completion_tokens"],
+      long_prompts=rows if sizes["own_prompts"] else -(-rows // sizes["group_size"]),
+      token_bytes=of_token,
+      is_cpu=False,
+      whole_caches=whole_caches,
+    )
+    own_rows = rows // self.rows if rows % self.rows == 0 else rows
+    ring, pages = own_rows * planned.blocks * planned.columns, planned.pages * planned.page
+    ring, pages = (size * of_token // self.heads for size in (ring, pages))
+    caches, wide = ring + pages, _FLOAT32 // self.products.compute_dtype.itemsize
+    program = _LOGITS * _FLOAT32 * own_rows * self.model.vocab_size
+    program += ring  # the compiler of a GPU copies it before the loop that writes to it.
+    program += wide * caches // self.model.num_layers  # a layer's caches in float32.
+    return Rows(rows, whole_caches, caches, program)
+
+
+def most_rows(part: SamplerPart, wanted: int, room: int) -> Rows:
+  """Returns the largest number of rows that fits: all that are wanted, or a power of two.
+
+  More than 64 rows have whole caches. Up to 64 begin with caches of at most 4 GiB, which grow when
+  completions need it, as they do where memory is not known.
+
+  Args:
+    part: Part of the sampler that a device has.
+    wanted: Completions that a step samples at the same time.
+    room: Bytes of a device for caches and programs.
+  """
+  powers = [1 << n for n in range(wanted.bit_length() - 1, 2, -1)]
+  counts = [wanted, *(count for count in powers if count < wanted)]
+  tried = [part.of(count, whole_caches=count > USUAL_ROWS) for count in counts]
+  fitting = (rows for rows in tried if rows.caches + rows.program <= room)
+  return next(fitting, tried[-1])

@@ -1,0 +1,156 @@
+"""The memory of an update besides its arguments, by what its backward pass recomputes. Pure.
+
+What the forward pass keeps for the backward pass is not a formula: the functions of the model are
+traced with shapes in place of arrays, which takes a second, and what differentiation keeps is
+counted. A new attention or another layer changes the number by itself. The rest is arithmetic, each
+term at its largest, so that the sum is above what a compiler needs: 3 to 20 % above in what was
+compiled (BUILD_NOTES.md).
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from grpo_kernels.attention import AUTOMATIC, Attention
+from grpo_kernels.attention.xla_blocked import MOST_TILES, TILE
+from grpo_kernels.linear_logprobs import token_local
+
+from grpo_jax.batching.packing import Shape
+from grpo_jax.learn.policy import attach, full_weights, trainable_of
+from grpo_jax.models import leaves, transformer
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.products import Products
+
+_FLOAT32 = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateMemory:
+  """Bytes of one device that the update of a microbatch takes besides its arguments.
+
+  Attributes:
+    kept: Results of all layers that the forward pass keeps for the backward pass.
+    gradients: Gradients of the layers, where they are not added to their sum in place.
+    layer: The backward pass of one layer: what it recomputes, its cotangents, its weights and
+      their gradient.
+    scores: Attention of one layer: the scores of a tile, and float32 sums of all queries.
+    head: A chunk of logits, with the head's weights and its gradient.
+    head_gradient: The part of `head` that stays until the layers are done.
+  """
+
+  kept: int
+  gradients: int
+  layer: int
+  scores: int
+  head: int
+  head_gradient: int
+
+  @property
+  def total(self) -> int:
+    """Bytes at the worst moment: at the head, or in the backward pass of a layer."""
+    of_layers = self.gradients + self.head_gradient + self.layer + self.scores
+    return self.kept + max(self.head, of_layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Replica:
+  """The part of an update that one device computes.
+
+  Attributes:
+    model: Sizes of the model; heads, feed-forward and vocabulary as the device has them.
+    weights: Shapes and dtypes of the policy's weights in these sizes, as the update takes them.
+    shape: Rows of a microbatch on the device.
+    products: Options of matrix products, without a placement.
+    attention: Choice of attention.
+    platform: Platform of the device: "cpu", "gpu" or "tpu".
+    gradients: Bytes of the gradients of what is trained of the layers, as the device has them.
+    trains_head: Whether the head is trained.
+  """
+
+  model: ModelConfig
+  weights: Any
+  shape: Shape
+  products: Products
+  attention: Attention = AUTOMATIC
+  platform: str = "gpu"
+  gradients: int = 0
+  trains_head: bool = True
+
+  def with_shape(self, shape: Shape) -> "Replica":
+    """Returns the same part of an update of other microbatches."""
+    return self if shape == self.shape else dataclasses.replace(self, shape=shape)
+
+  @functools.cached_property
+  def kept_of_layer(self) -> int:
+    """Bytes that a layer keeps if nothing is recomputed."""
+    return _kept(self, "none") // self.model.num_layers
+
+
+def of_update(replica: Replica, remat: str) -> UpdateMemory:
+  """Returns the memory of an update; nothing is compiled.
+
+  Args:
+    replica: Part of the update that a device computes.
+    remat: Activations that the backward pass recomputes; see `transformer.Transformer`.
+  """
+  model, shape, width = replica.model, replica.shape, replica.model.hidden_size
+  size = replica.products.compute_dtype.itemsize
+  adds_in_place = remat == "full" and trainable_of(replica.weights) is replica.weights
+  of_head = model.vocab_size * width
+  head_gradient = _FLOAT32 * of_head if replica.trains_head else 0
+  loss_places = shape.rows * shape.loss_tokens
+  chunk = token_local.chunk_size(loss_places, model.vocab_size, replica.platform)
+  logits = 2 * _FLOAT32 * chunk * model.vocab_size
+  return UpdateMemory(
+    kept=replica.kept_of_layer * model.num_layers if remat == "none" else _kept(replica, remat),
+    gradients=0 if adds_in_place else replica.gradients,
+    layer=_layer(replica, remat),
+    scores=_scores(model, shape),
+    head=head_gradient + size * of_head + logits + (2 * _FLOAT32 + size) * loss_places * width,
+    head_gradient=head_gradient,
+  )
+
+
+def _layer(replica: Replica, remat: str) -> int:
+  """Returns the bytes of the backward pass of one layer, besides what was kept."""
+  size, width = replica.products.compute_dtype.itemsize, replica.model.hidden_size
+  recomputed = 0 if remat == "none" else replica.kept_of_layer
+  cotangents = replica.kept_of_layer // 2 + 2 * _FLOAT32 * replica.shape.places * width
+  weights = sum(math.prod(leaf.shape) for leaf in leaves.layer(replica.model).values())
+  # The weights of this layer and of the next one, and the gradient of this layer's.
+  return recomputed + cotangents + (2 * size + _FLOAT32) * weights
+
+
+def _kept(replica: Replica, remat: str) -> int:
+  """Returns the bytes that differentiation keeps of the forward pass, the arguments left out."""
+  weights, shape = replica.weights, replica.shape
+  settings = {"products": replica.products, "remat": remat}
+  ids = jax.ShapeDtypeStruct((shape.rows, shape.row_tokens), jnp.int32)
+
+  def differentiated(weights: Any, sums: Any, ids: Any) -> Any:
+    def hidden_states(sums: Any) -> Any:
+      params = full_weights(attach(weights, sums))
+      inputs = replica.model, ids, ids, ids, ids
+      return transformer.hidden_states(params, *inputs, attention=replica.attention, **settings)
+
+    return jax.vjp(hidden_states, sums)[1]
+
+  sums = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), trainable_of(weights))
+  found = jax.eval_shape(differentiated, weights, sums, ids)
+  kinds = lambda tree: collections.Counter((x.shape, x.dtype) for x in jax.tree.leaves(tree))
+  made = kinds(found) - kinds((weights, sums))
+  return sum(count * math.prod(shape) * dtype.itemsize for (shape, dtype), count in made.items())
+
+
+def _scores(model: ModelConfig, shape: Shape) -> int:
+  """Returns the bytes of a tile's scores, weights and their cotangent, and of two sums of queries.
+
+  This is the attention of `grpo_kernels.attention.xla_blocked`; a kernel takes less.
+  """
+  tile = min(max(TILE, -(-shape.row_tokens // MOST_TILES)), shape.row_tokens)
+  of_tile = 3 * shape.rows * model.num_heads * tile * tile
+  return _FLOAT32 * (of_tile + 2 * shape.places * model.num_heads * model.head_dim)

@@ -1,0 +1,63 @@
+"""How many rows of the sampler fit, by arithmetic."""
+
+import jax
+import pytest
+
+from grpo_jax.engines import kv_cache, sampler_inputs, sampler_memory, scheduling
+from grpo_jax.engines.options import USUAL_ROWS
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.products import Products
+
+MODEL = ModelConfig("llama", 512, 64, 96, 4, 8, 4, 16)
+LENGTHS = {"prompt_tokens": 200, "completion_tokens": 300, "group_size": 8, "own_prompts": False}
+
+
+def part(**options):
+  return sampler_memory.SamplerPart(MODEL, Products("bfloat16"), LENGTHS, **options)
+
+
+def bytes_of(tree):
+  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def test_caches_take_what_the_arrays_of_the_planned_sizes_take():
+  options = sampler_inputs.ProgramOptions(MODEL, Products("bfloat16"), chunk=1)
+  sizes = scheduling.planned(
+    128,
+    prompt_tokens=200,
+    completion_tokens=300,
+    long_prompts=16,
+    token_bytes=kv_cache.token_bytes(options),
+    is_cpu=False,
+  )
+  empty = lambda: (
+    kv_cache.empty_ring(sizes.blocks, sizes.rows, sizes.columns, options),
+    kv_cache.empty_pages(sizes.pages, sizes.page, options),
+  )
+  found = part().of(128, whole_caches=True)
+  assert found.caches == bytes_of(jax.eval_shape(empty))
+  assert part(heads=2).of(128, whole_caches=True).caches == found.caches // 2
+  apart = part(rows=4)
+  assert apart.of(128, whole_caches=True).caches < found.caches  # pages lie on every device.
+  assert apart.of(127, whole_caches=True).caches > apart.of(128, whole_caches=True).caches
+
+
+@pytest.mark.parametrize("wanted", [5, 64, 500, 512])
+def test_all_rows_that_are_wanted_if_they_fit_else_a_power_of_two(wanted):
+  needs = lambda rows: rows.caches + rows.program
+  best = sampler_memory.most_rows(part(), wanted, 1 << 50)
+  assert best.count == wanted and best.whole_caches == (wanted > USUAL_ROWS)
+  if wanted < 8:
+    return
+  fewer = sampler_memory.most_rows(part(), wanted, needs(best) - 1)
+  assert fewer.count == 1 << ((wanted - 1).bit_length() - 1) and needs(fewer) < needs(best)
+  assert sampler_memory.most_rows(part(), wanted, 0).count == 8
+
+
+def test_whole_caches_are_not_bounded_by_four_gib():
+  limits = {"prompt_tokens": 3000, "completion_tokens": 5000, "long_prompts": 64}
+  settings = {**limits, "token_bytes": 46080, "is_cpu": False}
+  whole = scheduling.planned(512, **settings, whole_caches=True)
+  assert whole.blocks * whole.columns >= 5000 and whole.pages == 64 * whole.table
+  bounded = scheduling.planned(512, **settings)
+  assert bounded.blocks * bounded.columns < 5000 and bounded.pages < whole.pages
