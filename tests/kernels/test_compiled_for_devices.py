@@ -2,12 +2,22 @@
 
 import functools
 import importlib
+import re
 
 import aot
 import pytest
 from aot import TARGET, on_h100, on_tpu
 from grpo_kernels.linear_logprobs import core, reference
-from test_cross_lowering import MODELS, PASSES_OF_MODELS, TOKENS, passes, structs
+from test_cross_lowering import (
+  ATTENDING_MODELS,
+  MODELS,
+  PASSES_OF_MODELS,
+  TOKENS,
+  attention_passes,
+  attention_structs,
+  passes,
+  structs,
+)
 
 from grpo_plan import topologies
 
@@ -97,3 +107,33 @@ def test_logits_would_be_seen():
   )
   assert aot.largest_array(made.hlo)[0] >= TOKENS * 49152
   assert made.temporary_bytes > 1 * GIB
+
+
+# --- attention on a TPU ---
+
+# (pass, tokens of a row, model); the value and its gradients contain the forward pass.
+ATTENTION_ON_TPU = [
+  ("value_and_grad", length, model)
+  for length in (1024, 16384)
+  for model in ("Qwen2.5-1.5B", "SmolLM2-135M")
+]
+
+
+@on_tpu
+@pytest.mark.parametrize(
+  ("which", "length", "model"), [*ATTENTION_ON_TPU, ("forward", 16384, "Qwen2.5-1.5B")]
+)
+@pytest.mark.parametrize("target", ["v5e:2x2", "v6e:2x2"])
+def test_attention_compiles_for_a_tpu(target, which, length, model):
+  implementation = importlib.import_module("grpo_kernels.attention.pallas_tpu")
+  device = topologies.devices(topologies.parse(target))[0]
+  implementation = implementation.PallasTpu(device_kind=device.device_kind)
+  function = attention_passes(implementation)[which]
+  made = aot.compile_for(target, function, attention_structs(model, length))
+  print(f"{target} attention {model} T={length} {which}: {made.temporary_bytes / MIB:.3f} MiB")
+  assert "tpu_custom_call" in made.hlo
+  assert not re.search(rf"\b{length},{length}\b", made.hlo)
+  heads, _, width = ATTENDING_MODELS[model]
+  queries = 2 * TOKENS * heads * max(width, 128)  # bytes; narrow heads fill 128 lanes.
+  # Transposed copies of the queries, the output, its cotangent and that of the queries.
+  assert made.temporary_bytes <= (5 if which == "value_and_grad" else 2) * queries

@@ -11,10 +11,17 @@ __all__ = ["IMPLEMENTATIONS", "Chip", "Implementation", "chip_of", "current_chip
 IMPLEMENTATIONS: dict[str, Implementation] = {
   "reference": Implementation("reference"),
   "xla_blocked": Implementation("xla_blocked"),
+  "pallas_tpu": Implementation(
+    "pallas_tpu",
+    platform="tpu",
+    dtypes=("bfloat16", "float32"),
+    widths=(64, 128, 256),
+    only_exact=True,
+  ),
 }
 
 # Platform → the kernel that is used there if it fits; otherwise xla_blocked is.
-KERNELS: dict[str, str] = {}
+KERNELS: dict[str, str] = {"tpu": "pallas_tpu"}
 
 
 def pick(name: str | None, chip: Chip, *, dtype: Any, width: int | None = None) -> Any:
