@@ -76,9 +76,9 @@ test-gpu: $(VENV)/default  ## Run the tests that need an NVIDIA GPU of the Hoppe
 	@echo "Installing JAX for CUDA into $(VENV), several GB, unless it is there."
 	$(INSTALL) -e ".[test,cuda]"
 	$(BYTE_CODE)
-	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest --noconftest -q -W default -m gpu tests/kernels/test_gpu.py $(ARGS)
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest --noconftest -q -W default -m gpu $(call files_of,gpu) $(ARGS)
 
-gpu-day: $(VENV)/default  ## Measure what counts on an NVIDIA GPU, in 25 minutes: docs/gpu.md; ARGS="--resume".
+gpu-day: $(VENV)/default  ## Measure what counts on an NVIDIA GPU, in nine minutes: docs/gpu.md; ARGS="--resume".
 	@echo "Installing JAX for CUDA and pytest into $(VENV), several GB, unless they are there."
 	$(INSTALL) -e ".[cuda]" pytest
 	$(BYTE_CODE)

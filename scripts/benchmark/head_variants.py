@@ -203,7 +203,7 @@ def compile_program(variant: Variant, inputs: dict[str, Any], which: str, layout
   assert memory is not None, "every measured backend reports its allocations"
 
   def seconds(calls: int) -> float:
-    return _seconds(lambda: compiled(*arguments), calls)
+    return seconds_per_call(lambda: compiled(*arguments), calls)
 
   total = jax.tree.leaves(compiled(*arguments))[0]
   arrays = memory.argument_size_in_bytes + memory.output_size_in_bytes
@@ -221,10 +221,10 @@ def make_matmul(size: int, dtype: str) -> Callable[[int], float]:
   a, b = (jax.random.normal(key, (size, size), dtype) for key in keys)
   product = jax.jit(jnp.matmul)
 
-  return lambda calls: _seconds(lambda: product(a, b), calls)
+  return lambda calls: seconds_per_call(lambda: product(a, b), calls)
 
 
-def _seconds(call: Callable[[], Any], calls: int) -> float:
+def seconds_per_call(call: Callable[[], Any], calls: int) -> float:
   """Returns the time per call, over consecutive calls: the device executes them in order."""
   start = time.perf_counter()
   last = None

@@ -182,8 +182,17 @@ def take_turns(timers: dict[Any, Callable[[int], float]], rounds: int) -> dict[A
   return samples
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-  """Measures everything and returns the result."""
+def measure(
+  options: argparse.Namespace,
+  *,
+  alone: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> dict[str, Any]:
+  """Measures everything and returns the result.
+
+  Args:
+    options: The command line.
+    alone: Makes a context in which nothing else runs on the machine, for what is timed.
+  """
   import head_variants
   import jax
 
@@ -196,7 +205,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for shape in options.shapes:
       made = list(programs(shape, options, liger))
       timers = {i: timer for i, (_, timer) in enumerate(made) if timer is not None}
-      samples = take_turns({**timers, "matmul": matmul}, options.rounds)
+      with alone():
+        samples = take_turns({**timers, "matmul": matmul}, options.rounds)
       matmul_samples += samples.pop("matmul")
       for i, (record, _) in enumerate(made):
         measurements.append(record | {"samples_s": samples.get(i, [])})

@@ -13,7 +13,6 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import ceiling
@@ -105,17 +104,6 @@ def once(
   return state, between - begin, time.perf_counter() - between
 
 
-def events_of(folder: str) -> Iterator[trace_kinds.Event]:
-  """Yields the operations that a trace has recorded."""
-  path = next(pathlib.Path(folder).rglob("*.xplane.pb"))
-  for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-    for line in plane.lines:
-      if (line.name or "").startswith("tf_XLA"):
-        for event in line.events:
-          if trace_kinds.is_operation(event.name):
-            yield event.start_ns, event.end_ns, event.name
-
-
 def describe(model: Any) -> dict[str, Any]:
   """Returns the sizes that `summary.useful_work` reads, with the names of a config.json."""
   return {
@@ -189,7 +177,7 @@ def main() -> None:
   with tempfile.TemporaryDirectory() as folder:
     with jax.profiler.trace(folder):
       once(update, state, policy, minibatch)
-    by_operation, nothing = trace_kinds.seconds(events_of(folder))
+    by_operation, nothing = trace_kinds.seconds(trace_kinds.load(folder, "cpu"))
   program = trace_kinds.read(compiled.as_text())
   print("\n".join(trace_kinds.table(program, by_operation, nothing)))
   largest = sorted(by_operation.items(), key=lambda item: -item[1])[: options.largest]

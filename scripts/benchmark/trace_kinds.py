@@ -1,14 +1,17 @@
-"""Turns a compiled program's text and a trace of it into seconds by kind of operation. Pure.
+"""Turns a compiled program's text and a trace of it into seconds by kind of operation.
 
 XLA's CPU backend records one event for each operation that it runs, under the operation's name in
-the compiled program. Two operations may run at the same time, and a product runs on all cores: time
-is divided evenly among the operations that run at a moment.
+the compiled program; a GPU's events have the names of kernels. Two operations may run at the same
+time, and a product runs on all cores: time is divided evenly among the operations that run at a
+moment. Pure, except for `load`.
 """
 
 import collections
 import dataclasses
+import pathlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 # (begin, end, name) of an operation, in nanoseconds.
 Event = tuple[float, float, str]
@@ -16,6 +19,13 @@ Event = tuple[float, float, str]
 PHASES = ("forward", "recomputed", "backward", "head", "other")
 OUTSIDE = "other programs"  # operations that do not occur in the compiled text.
 _WRAPPERS = ("while", "call", "conditional", "cond")
+# Platform → (beginning of the name of a plane of a trace, beginning of the names of its lines that
+# hold operations). Other lines of a device repeat the same time by module and by step.
+_LINES = {
+  "gpu": ("/device:GPU", "Stream"),
+  "tpu": ("/device:TPU", "XLA Ops"),
+  "cpu": ("/host:CPU", "tf_XLA"),
+}
 _BOOKKEEPING = ("ThunkExecutor", "end:", "Threadpool", "SlinkyThreadPool", "Parse")
 
 
@@ -71,6 +81,24 @@ def read(text: str) -> Program:
       definitions[found[1]] = found[2]
       bodies[inside].append(found[2])
   return Program(definitions, {name: " ".join(lines) for name, lines in bodies.items()})
+
+
+def load(folder: str | pathlib.Path, platform: str) -> Iterator[Event]:
+  """Yields the operations of the newest trace below a folder of `jax.profiler.trace`."""
+  import jax
+
+  path = max(pathlib.Path(folder).rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+  yield from operations(jax.profiler.ProfileData.from_file(str(path)).planes, platform)
+
+
+def operations(planes: Iterable[Any], platform: str) -> Iterator[Event]:
+  """Yields the operations on the planes of a trace; `platform` is "gpu", "tpu" or "cpu"."""
+  of_plane, of_line = _LINES[platform]
+  for plane in planes:
+    for line in plane.lines if plane.name.startswith(of_plane) else ():
+      for event in line.events if (line.name or "").startswith(of_line) else ():
+        if is_operation(event.name):
+          yield event.start_ns, event.end_ns, event.name
 
 
 def is_operation(name: str) -> bool:

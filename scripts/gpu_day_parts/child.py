@@ -1,5 +1,6 @@
 """The process of one part: `running` starts it with a job in JSON as its only argument."""
 
+import contextlib
 import ctypes
 import importlib
 import json
@@ -8,6 +9,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 from gpu_day_parts import running
@@ -28,14 +30,19 @@ class Record:
     self._path = path
     self._content: dict[str, Any] = {"part": part, "device": None, "result": {}}
 
+  @property
+  def result(self) -> dict[str, Any]:
+    """What was measured so far, by name."""
+    return self._content["result"]
+
   def put(self, **values: Any) -> None:
-    """Adds values to the result."""
-    self._content["result"].update(values)
+    """Adds values to the result; "headline" is the text of the part in the table."""
+    self.result.update(values)
     running.write_json(self._path, self._content)
 
   def append(self, name: str, value: Any) -> None:
     """Adds a value to a list of the result."""
-    self._content["result"].setdefault(name, []).append(value)
+    self.result.setdefault(name, []).append(value)
     running.write_json(self._path, self._content)
 
   def set_device(self, device: dict[str, str]) -> None:
@@ -49,6 +56,20 @@ class Record:
     running.write_json(self._path, self._content)
 
 
+@contextlib.contextmanager
+def alone(settings: running.Settings) -> Iterator[None]:
+  """Has the device and the machine to itself: `running` stops all other parts meanwhile."""
+  wants, has = running.signs(settings)
+  wants.touch()
+  while not has.exists():
+    time.sleep(0.01)
+  try:
+    yield
+  finally:
+    wants.unlink()
+    has.unlink()
+
+
 def open_device(record: Record, settings: running.Settings) -> Any:
   """Starts JAX; returns its first device.
 
@@ -58,9 +79,8 @@ def open_device(record: Record, settings: running.Settings) -> Any:
   import jax
 
   device = jax.devices()[0]
-  platform = platform_of(device)
-  record.set_device({"platform": platform, "kind": device.device_kind})
-  if platform == "cpu" and not settings.tiny:
+  record.set_device({"platform": platform_of(device), "kind": device.device_kind})
+  if device.platform == "cpu" and not settings.tiny:
     raise NoAccelerator(
       "JAX computes on a CPU: there is no accelerator, or JAX is not installed for it"
       " (pip install -e '.[cuda]' or '.[tpu]'); --tiny tries the script on a CPU"
@@ -73,22 +93,10 @@ def platform_of(device: Any) -> str:
   return "gpu" if device.platform in ("cuda", "rocm") else device.platform
 
 
-def peak_bytes(device: Any) -> int | None:
+def peak_gib(device: Any) -> float | None:
   """Returns the peak memory of this process on a device; None if the device does not report it."""
-  stats = device.memory_stats() or {}
-  return stats.get("peak_bytes_in_use")
-
-
-def seconds_of(call: Any, repeats: int) -> list[float]:
-  """Returns the times of calls, in order; each waits until the device is done."""
-  import jax
-
-  found = []
-  for _ in range(repeats):
-    start = time.perf_counter()
-    jax.block_until_ready(call())
-    found.append(time.perf_counter() - start)
-  return found
+  peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
+  return peak and peak / 2**30
 
 
 def end_with_the_parent() -> None:
@@ -100,10 +108,10 @@ def end_with_the_parent() -> None:
 def main(job: dict[str, Any]) -> int:
   """Runs one part; returns the exit code."""
   end_with_the_parent()
-  record = Record(pathlib.Path(job["partial"]), job["part"])
   settings = running.Settings(**job["settings"])
+  record = Record(pathlib.Path(job["partial"]), settings.part)
   try:
-    importlib.import_module(job["module"]).measure(record, settings, **job["sizes"])
+    importlib.import_module(job["module"]).measure(record, settings)
     return 0
   except Skipped as reason:
     record.end(str(reason))
@@ -115,18 +123,14 @@ def main(job: dict[str, Any]) -> int:
   except Exception as error:
     traceback.print_exc()
     record.end(first_line(error))
-    return running.EXIT_OUT_OF_MEMORY if is_out_of_memory(error) else 1
+    is_out_of_memory = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+    return running.EXIT_OUT_OF_MEMORY if is_out_of_memory else 1
 
 
 def first_line(error: BaseException) -> str:
   """Returns an error as one line."""
   lines = str(error).strip().splitlines()
   return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-  """Returns whether a device (XLA's RESOURCE_EXHAUSTED) or the host had too little memory."""
-  return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 if __name__ == "__main__":

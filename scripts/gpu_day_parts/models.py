@@ -2,15 +2,10 @@
 
 from typing import Any
 
-import jax
-
-from grpo_jax.models import config as model_config
-from grpo_jax.models import transformer
-from grpo_plan import architectures as model_shapes
-
 # Small enough for CI.
 _TINY: dict[str, Any] = {
   "architectures": ["Qwen2ForCausalLM"],
+  "model_type": "qwen2",
   "vocab_size": 264,
   "hidden_size": 32,
   "intermediate_size": 64,
@@ -22,11 +17,24 @@ _TINY: dict[str, Any] = {
 }
 
 
-def config_of(name: str) -> model_config.ModelConfig:
-  """Returns the sizes of a model: "tiny", or a name in `model_shapes.SHAPES`."""
-  return model_config.from_hf(_TINY if name == "tiny" else model_shapes.SHAPES[name])
+def huggingface(name: str) -> dict[str, Any]:
+  """Returns the config.json of a model: "tiny", or a name in `architectures.SHAPES`."""
+  from grpo_plan import architectures
+
+  return _TINY if name == "tiny" else architectures.SHAPES[name]
 
 
-def random_weights(config: model_config.ModelConfig) -> Any:
+def config_of(name: str) -> Any:
+  """Returns the sizes of a model, a `ModelConfig`."""
+  from grpo_jax.models import config
+
+  return config.from_hf(huggingface(name))
+
+
+def random_weights(config: Any) -> Any:
   """Returns float32 weights on the device, made by one program."""
+  import jax
+
+  from grpo_jax.models import transformer
+
   return jax.jit(transformer.init, static_argnums=1)(jax.random.key(0), config)
