@@ -5,6 +5,7 @@
   python scripts/gpu_day.py --resume                    the parts that are not done yet
   python scripts/gpu_day.py --tiny                      on a CPU, to try the script
   python scripts/gpu_day.py --write-docs runs/gpu_day/gpu_day.json
+  python scripts/gpu_day.py --bundle FOLDER --have freeze.txt     for a machine without a network
 
 Each part is a separate process with a time limit. Several run at once, and all others are stopped
 while one times something; if one fails, the others still run. The JSON file is updated after
@@ -25,7 +26,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path += [str(HERE / "benchmark"), str(HERE.parent)]
 sys.path += [str(HERE.parent / name) for name in ("kernels", "packages")]
 
-from gpu_day_parts import running, schedule, summary  # noqa: E402
+from gpu_day_parts import bundle, running, schedule, summary  # noqa: E402
 
 from grpo_jax.files import local_paths  # noqa: E402
 
@@ -49,13 +50,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
   parser.add_argument("--list", action="store_true", help="print the parts and their limits")
   parser.add_argument("--show", **path, metavar="JSON", help="print a result's table")
   parser.add_argument("--write-docs", **path, metavar="JSON", help="into docs/gpu.md")
+  copied = parser.add_argument_group("a machine without a network")
+  copied.add_argument("--bundle", **path, metavar="FOLDER", help="make the folder to copy there")
+  copied.add_argument("--have", **path, metavar="FILE", help="`pip freeze` of that machine")
+  copied.add_argument("--piece-mb", type=float, default=60.0, help="largest size of a file")
   options = parser.parse_args(arguments)
   asked = options.parts.split(",") if options.parts else names
   if unknown := [name for name in asked if name not in names]:
     parser.error(f"there is no part {unknown[0]!r}; the parts are {', '.join(names)}")
   options.names = [name for name in names if name in asked]
-  if options.minutes <= 0:
-    parser.error(f"--minutes must be above 0, got {options.minutes}")
+  for name in ("minutes", "piece_mb"):
+    if getattr(options, name) <= 0:
+      parser.error(f"--{name.replace('_', '-')} must be above 0, got {getattr(options, name)}")
   return options
 
 
@@ -102,9 +108,12 @@ def main(arguments: Sequence[str]) -> int:
       print(summary.text(running.read(options.show)))
     elif options.write_docs:
       print(f"written: {summary.write(options.write_docs)}")
+    elif options.bundle:
+      wanted = bundle.requirements()
+      print(bundle.make(options.bundle, options.have, options.piece_mb, wanted))
     else:
       return run(options)
-  except (ValueError, OSError) as error:
+  except (ValueError, OSError, RuntimeError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   return 0

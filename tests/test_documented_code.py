@@ -254,6 +254,7 @@ NOT_RUN = {
   "python scripts/spellings.py": "needs rows of your own; tests/scripts/test_spellings.py runs it",
   "python -m grpo_jax.main": "trains; test_documentation parses and validates its arguments",
   "python scripts/gpu_day.py": "needs a GPU; its arguments are checked below",
+  "sh bundle/run.sh": "needs a bundle; tests/scripts/test_gpu_day_bundle.py runs one",
   "python scripts/serve_sglang.py": "needs SGLang; its arguments are checked below",
   "python scripts/benchmark/compare.py": "needs TRL and Tunix; its arguments are checked below",
   "python scripts/benchmark/linear_logprobs.py": "takes minutes; its arguments are checked below",

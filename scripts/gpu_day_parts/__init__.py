@@ -6,6 +6,7 @@ child      what such a process executes
 work       packed rows of random tokens, their operations, the rates of a device
 models     models of random weights
 summary    the table of a result, and its place in docs/gpu.md (pure but for that page)
+bundle     a folder that holds all that a machine without a network needs
 
 The other modules are the parts themselves: each has a function `measure`. What they time, they time
 with the functions of scripts/benchmark.

@@ -27,6 +27,7 @@ from grpo_jax.files import cache
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RESULT, PARTIAL = "gpu_day.json", ".partial.json"  # a file; the end of the name of others.
+COMMIT = "COMMIT"  # file with the commit of sources that are not in git; see `bundle`.
 FORMAT = 2
 LAST_LINES = 40  # lines of a failed part's output that the result keeps.
 LEAST_S = 10.0  # a part is not started with less time than this left.
@@ -107,6 +108,9 @@ def new_result(command: Sequence[str], *, tiny: bool) -> dict[str, Any]:
 
 def commit() -> str | None:
   """Returns the commit of this checkout, with "+" if files were changed; None if not in git."""
+  of_bundle = ROOT / COMMIT
+  if of_bundle.exists():
+    return of_bundle.read_text().strip()
   git = lambda *words: subprocess.run(
     ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True
   ).stdout.strip()

@@ -405,6 +405,7 @@ def test_a_day_ends_when_its_minutes_are_over(run, monkeypatch):
   [
     (["--parts", "devise"], "no part 'devise'"),
     (["--minutes", "0"], "above 0"),
+    (["--bundle", "x", "--piece-mb", "0"], "above 0"),
   ],
 )
 def test_a_mistyped_command_line_is_refused(arguments, message, capsys):
