@@ -4,6 +4,7 @@ import pathlib
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 import yaml
@@ -162,3 +163,42 @@ def test_forms_of_issues_are_complete():
       continue
     assert form["name"] and form["description"] and form["body"]
     assert all(field["attributes"]["label"] for field in form["body"])
+
+
+WITHOUT_BEARTYPE = """
+import sys
+sys.modules["beartype"] = None  # as if it were not installed.
+import pytest
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+WRONG_TYPE = """
+import jax.numpy as jnp
+from grpo_jax.rl import kl
+
+def test_integers_where_the_signature_says_float():
+  kl._k1(jnp.zeros(3, int))
+"""
+
+
+@pytest.mark.long
+def test_tests_are_collected_without_beartype():
+  options = ["--collect-only", "-q", "-p", "no:cacheprovider", "tests/test_registry.py"]
+  command = [sys.executable, "-c", WITHOUT_BEARTYPE, *options]
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+  assert done.returncode == 0 and "tests/test_registry.py::test" in done.stdout, done.stdout
+
+
+@pytest.mark.long
+def test_stacks_check_the_signatures_of_calls(tmp_path):
+  gate = (ROOT / ".ci" / "run").read_text()
+  (stack_tests,) = re.findall(r"^stack_tests\(\) \{.*?^\}", gate, re.MULTILINE | re.DOTALL)
+  assert '"$SIGNATURES"' in stack_tests
+  (option,) = re.findall(r"^SIGNATURES=(.+)$", gate, re.MULTILINE)
+  (tmp_path / "test_planted.py").write_text(WRONG_TYPE)
+  (tmp_path / "pytest.ini").write_text("[pytest]")
+  command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path]
+  path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "PATH": "/usr/bin:/bin"}
+  for options, code in (([option], 1), ([], 0)):
+    done = subprocess.run([*command, *options], env=path, capture_output=True, text=True)
+    assert done.returncode == code, done.stdout
+    assert ("TypeCheckError" in done.stdout) == bool(code)
