@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from grpo_jax.compilation import host_memory
+from grpo_jax.compilation import host_memory, native_lines
 from grpo_jax.compilation.programs import CompileJob
 from grpo_jax.interrupts import Stopped
 
@@ -237,16 +237,20 @@ class BackgroundCompiler:
     self._count = len(jobs)
     self._watch = watch
     self._began = time.monotonic()
+    self._quiet = contextlib.ExitStack()
     self.threads = threads or threads_for(len(jobs))
     self._pool = concurrent.futures.ThreadPoolExecutor(self.threads, thread_name_prefix="compile")
     self._pending = {self._pool.submit(_named, watch, job) for job in jobs}
 
   def __enter__(self) -> "BackgroundCompiler":
+    if jax.default_backend() == "gpu":
+      self._quiet.enter_context(native_lines.without())
     return self
 
   def __exit__(self, *_: object) -> None:
     """Cancels jobs that have not started; does not wait for the rest."""
     self._pool.shutdown(wait=False, cancel_futures=True)
+    self._quiet.close()
 
   def wait(self, progress: Progress, *, stop: Any = False) -> None:
     """Waits with a progress bar until everything is compiled, then logs how long it took.

@@ -1,6 +1,7 @@
 """Rows of reasoning-gym tasks: generated whenever they are read, never stored."""
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,6 +63,8 @@ class ReasoningGymSource:
 
 def make_task(task: str, args: Mapping[str, Any]) -> Any:
   """Creates a reasoning-gym dataset; errors list the valid names."""
+  # Of a package that reasoning-gym imports; Python prints it where there is no byte code yet.
+  warnings.filterwarnings("ignore", category=SyntaxWarning, module=".*cellpylib")
   import reasoning_gym
   from reasoning_gym.factory import DATASETS
 
