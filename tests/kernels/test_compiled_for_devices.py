@@ -7,6 +7,7 @@ import re
 import aot
 import pytest
 from aot import TARGET, on_h100, on_tpu
+from grpo_kernels import implementations
 from grpo_kernels.linear_logprobs import core, reference
 from test_cross_lowering import (
   ATTENDING_MODELS,
@@ -17,6 +18,7 @@ from test_cross_lowering import (
   attention_structs,
   passes,
   structs,
+  sweep,
 )
 
 from grpo_plan import topologies
@@ -76,6 +78,23 @@ def test_memory_of_the_chunked_form_on_an_h100(which, model):
   assert_holds_no_logits(made, model)
   bound = BOUNDS["xla_chunked", which][model]
   assert made.temporary_bytes <= bound, f"{made.temporary_bytes / GIB:.3f} GiB"
+
+
+@functools.cache
+def swept(target, model, **options):
+  """Compiles the value and gradients of a loss in one sweep."""
+  chip = implementations.chip_of(topologies.devices(topologies.parse(target))[0])
+  with implementations.assumed_chip(chip):
+    made = aot.compile_for(target, sweep(**options), structs(*MODELS[model]))
+  said = f"{made.temporary_bytes / MIB:.3f} MiB, {made.kernels}"
+  print(f"{target} sweep {model} {options}: {said}")
+  return made
+
+
+@on_h100
+def test_memory_of_a_sweep_in_plain_xla_on_an_h100():
+  made = swept("h100", "Qwen2.5-1.5B")
+  assert made.temporary_bytes <= 2.5 * GIB, f"{made.temporary_bytes / GIB:.3f} GiB"
 
 
 @on_h100

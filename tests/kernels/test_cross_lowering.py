@@ -9,6 +9,7 @@ from grpo_kernels import attention
 from grpo_kernels.attention import core as attention_core
 from grpo_kernels.attention import visible as attention_visible
 from grpo_kernels.linear_logprobs import core, reference
+from grpo_kernels.linear_logprobs.token_local import linear_objective
 
 TOKENS = 16384
 # (D, V)
@@ -43,6 +44,17 @@ def passes(operate, *, with_entropy=True, **settings):
     return jnp.sum(logprobs * jnp.arange(TOKENS)) + 0.01 * jnp.sum(entropy**2)
 
   return {"forward": loss, "value_and_grad": jax.value_and_grad(loss, argnums=(0, 1))}
+
+
+def sweep(**settings):
+  """Returns the value and both gradients of a token-local loss, in one sweep."""
+
+  def loss(hidden, head, targets):
+    f = lambda logprobs, *_: jnp.sum(logprobs * jnp.abs(logprobs))
+    settings.setdefault("differentiate_entropy", False)
+    return linear_objective(hidden, head, targets, f, (), return_entropy=True, **settings)[0]
+
+  return jax.value_and_grad(loss, argnums=(0, 1))
 
 
 def lowered(function, arguments, platform):

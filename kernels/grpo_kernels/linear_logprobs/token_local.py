@@ -359,6 +359,8 @@ def _over_chunks(visit: Callable, per_token, chunk: int, live: Array | None):
   carry, outputs = visit(None, jax.tree.map(lambda x: x[:first], per_token))
   if not more:
     return carry, outputs
+  # Else XLA computes these outputs after the loop, and keeps the first chunk's logits until then.
+  carry, outputs = jax.lax.optimization_barrier((carry, outputs))
   split = lambda x: x[first:].reshape(more, chunk, *x.shape[1:])
   parts = jax.tree.map(split, per_token)
   if live is None:
