@@ -52,7 +52,7 @@ def materialised(hidden, head, targets, weights, *, layout):
   return jnp.sum(weights * (chosen - jax.nn.logsumexp(logits, axis=-1)))
 
 
-def one_sweep(hidden, head, targets, weights, *, layout):
+def one_sweep(hidden, head, targets, weights, *, layout, name=None):
   """Returns Σ w log p, whose gradients are computed in the forward pass."""
   total, _, _ = linear_objective(
     hidden,
@@ -61,6 +61,7 @@ def one_sweep(hidden, head, targets, weights, *, layout):
     lambda logprobs, entropy, weights, constants: jnp.sum(weights * logprobs),
     weights,
     head_layout=layout,
+    implementation=name,
   )
   return total
 
@@ -246,6 +247,7 @@ VARIANTS = {
     _of("pallas_tpu"),
     _of("xla_chunked"),
     Variant("token_local", None, one_sweep),
+    Variant("token_local_xla", None, functools.partial(one_sweep, name="xla_chunked")),
     Variant("xla_materialised", None, materialised),
     Variant(
       "xla_tiles_1024x2048",

@@ -28,9 +28,10 @@ def measure(record: child.Record, settings: running.Settings) -> None:
 
   options: Any = settings.sizes(SIZES, TINY)
   chip, known = choice.current_chip(), choice.IMPLEMENTATIONS
-  # One that `choice` does not know is plain XLA, in one sweep.
   able = [name for name in known if name in head_variants.VARIANTS]
-  able = [name for name in able if not known[name].refusal(chip, options.dtype)] + ["token_local"]
+  able = [name for name in able if not known[name].refusal(chip, options.dtype)]
+  # The sweep with a kernel where it has one, and without.
+  able += ["token_local", "token_local_xla"]
   options.variant, options.device = able, child.platform_of(device)
   result = benchmark.measure(options, alone=lambda: child.alone(settings))
   rows = head_table.summarise(result)

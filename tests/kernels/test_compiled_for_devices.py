@@ -92,8 +92,24 @@ def swept(target, model, **options):
 
 
 @on_h100
+@pytest.mark.parametrize(("model", "bound"), [("Qwen2.5-1.5B", 2.2), ("Llama-3-8B", 2.5)])
+def test_the_kernel_of_a_sweep_on_an_h100(model, bound):
+  made = swept("h100", model)
+  assert {kernel.name for kernel in made.kernels} == {
+    "linear_logprobs_numerators_mosaic_gpu_kernel"
+  }
+  assert [kernel for kernel in made.kernels if kernel.spilled_bytes] == []
+  assert_holds_no_logits(made, model)
+  assert made.temporary_bytes <= bound * GIB, f"{made.temporary_bytes / GIB:.3f} GiB"
+  # Numerators are written once, replaced in place at the targets, and read by two products.
+  assert not re.findall(rf"f32\[\d+,{MODELS[model][1]}\]", made.hlo)
+  assert not re.findall(rf"bf16\[\d+,{MODELS[model][1]}\]\S* (?:copy|convert|multiply)\(", made.hlo)
+
+
+@on_h100
 def test_memory_of_a_sweep_in_plain_xla_on_an_h100():
-  made = swept("h100", "Qwen2.5-1.5B")
+  made = swept("h100", "Qwen2.5-1.5B", implementation="xla_chunked")
+  assert made.kernels == []
   assert made.temporary_bytes <= 2.5 * GIB, f"{made.temporary_bytes / GIB:.3f} GiB"
 
 

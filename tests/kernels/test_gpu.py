@@ -12,8 +12,9 @@ import pytest
 import tensor_cores
 from conformance import TOLERANCES
 from grpo_kernels.linear_logprobs import choice, core, linear_logprobs
+from grpo_kernels.linear_logprobs.token_local import linear_objective
 from test_compiled_for_devices import BOUNDS, GIB
-from test_cross_lowering import MODELS, TOKENS, passes, structs
+from test_cross_lowering import MODELS, TOKENS, passes, structs, sweep
 
 CHIP = choice.current_chip()
 REFUSAL = choice.IMPLEMENTATIONS["mosaic_gpu"].refusal(CHIP, jnp.bfloat16)
@@ -39,30 +40,39 @@ def inputs(model, head_layout="vd", tokens=TOKENS, vocabulary=None):
 
 
 @functools.cache
-def outputs(model, head_layout, temperature=1.0, tokens=TOKENS, vocabulary=None):
+def outputs(model, head_layout, temperature=1.0, tokens=TOKENS, vocabulary=None, is_sweep=False):
   """Returns inputs, cotangents, and what the kernel makes of them, gradients included."""
   hidden, head, targets = inputs(model, head_layout, tokens, vocabulary)
   keys = jax.random.split(jax.random.key(1))
   cotangents = tuple(jax.random.normal(key, (tokens,)) for key in keys)
+  settings = {"head_layout": head_layout, "temperature": temperature, "return_entropy": True}
+  settings["implementation"] = "mosaic_gpu"
 
-  @jax.jit
-  def run(hidden, head):
-    f = lambda h, w: linear_logprobs(
-      *(h, w, targets),
-      head_layout=head_layout,
-      temperature=temperature,
-      return_entropy=True,
-      implementation="mosaic_gpu",
-    )
+  def two_passes(hidden, head):
+    f = lambda h, w: linear_logprobs(h, w, targets, **settings)
     found, pull = jax.vjp(f, hidden, head)
     return *found, *pull(cotangents)
 
+  def one_sweep(hidden, head):
+    def loss(hidden, head):
+      f = lambda logprobs, _, weights, __: jnp.sum(weights * logprobs)
+      free = {"differentiate_entropy": False, **settings}
+      total, *found = linear_objective(hidden, head, targets, f, cotangents[0], **free)
+      return total, found
+
+    (_, found), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(hidden, head)
+    return *found, *gradients
+
+  if is_sweep:
+    cotangents = cotangents[0], jnp.zeros(tokens)
+  run = jax.jit(one_sweep if is_sweep else two_passes)
   return (hidden, head, targets), cotangents, run(hidden, head)
 
 
-def assert_close_to_float64(model, head_layout, temperature=1.0, tokens=TOKENS, vocabulary=None):
+def assert_close_to_float64(model, head_layout, *how, **more):
   """Compares some tokens, and some columns of the head's gradient, with float64."""
-  given, cotangents, found = outputs(model, head_layout, temperature, tokens, vocabulary)
+  given, cotangents, found = outputs(model, head_layout, *how, **more)
+  tokens, temperature = len(given[0]), how[0] if how else 1.0
   hidden, head, targets = (np.asarray(x.astype(jnp.float32), np.float64) for x in given)
   head = head if head_layout == "vd" else head.T
   targets = targets.astype(int)
@@ -131,9 +141,20 @@ def test_kernel_agrees_with_float64_at_odd_sizes(tokens, vocabulary, temperature
 
 
 @models
-def test_repetition_is_bitwise_equal(model):
+def test_sweep_agrees_with_float64_at_the_size_of(model):
+  assert_close_to_float64(model, "vd", is_sweep=True)
+
+
+def test_sweep_agrees_with_float64_at_an_odd_size_and_a_temperature():
+  assert_close_to_float64("SmolLM2-135M", "dv", 0.3, 2999, 8192, is_sweep=True)
+
+
+@pytest.mark.parametrize("is_sweep", [False, True])
+@models
+def test_repetition_is_bitwise_equal(model, is_sweep):
   (hidden, head, targets), _, _ = outputs(model, "vd")
-  run = jax.jit(passes(core.entry(choice.load("mosaic_gpu")))["value_and_grad"])
+  two_passes = passes(core.entry(choice.load("mosaic_gpu")))["value_and_grad"]
+  run = jax.jit(sweep() if is_sweep else two_passes)
   first = run(hidden, head, targets)
   for _ in range(5):
     again = run(hidden, head, targets)

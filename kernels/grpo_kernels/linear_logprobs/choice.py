@@ -26,6 +26,8 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 
 # Platform → the kernel that is used there if it fits; otherwise xla_chunked is.
 KERNELS: dict[str, str] = {"gpu": "mosaic_gpu", "tpu": "pallas_tpu"}
+# Platform → the kernel that computes the numerators of `token_local`. A TPU has none.
+SWEEPS: dict[str, str] = {"gpu": "mosaic_gpu"}
 
 
 def pick(name: str | None, chip: Chip, *, dtype: Any, width: int) -> Any:
@@ -58,6 +60,52 @@ def default(chip: Chip, dtype: Any, width: int) -> tuple[str, str]:
   if misfit := IMPLEMENTATIONS[kernel].misfit(chip, dtype, width):
     return "xla_chunked", f", for {kernel} {misfit}"
   return kernel, ""
+
+
+def pick_sweep(
+  name: str | None,
+  chip: Chip,
+  *,
+  dtype: Any,
+  width: int,
+  columns: int,
+  head_layout: str,
+  differentiates_entropy: bool,
+) -> Any:
+  """Returns the module whose `numerators` a sweep of `token_local` uses; None: plain XLA.
+
+  Args:
+    name: "mosaic_gpu", or "xla_chunked" for plain XLA; None: chosen automatically.
+    chip: Chip that the computation will run on.
+    dtype: Dtype of the hidden states.
+    width: Width D of the hidden states.
+    columns: Columns of the head on each device.
+    head_layout: Layout of the head.
+    differentiates_entropy: Whether the loss depends on the entropy.
+
+  Raises:
+    ValueError: No sweep has that name.
+    NotImplementedError: The named kernel does not run on this chip, or not with these arguments.
+  """
+  if name is not None and name not in ("xla_chunked", *SWEEPS.values()):
+    raise ValueError(f"a sweep has no implementation {name!r}; there are xla_chunked, mosaic_gpu")
+  kernel = name or SWEEPS.get(chip.platform, "xla_chunked")
+  reason = ""
+  if kernel != "xla_chunked":
+    multiple = load(kernel).VOCABULARY_MULTIPLE[head_layout]
+    misfit = IMPLEMENTATIONS[kernel].misfit(chip, dtype, width)
+    if not misfit and columns % multiple:
+      misfit = f"needs a head whose columns are a multiple of {multiple}, got {columns}"
+    if not misfit and differentiates_entropy:
+      misfit = "has no gradient of the entropy in one sweep"
+    if misfit and name is not None:
+      raise NotImplementedError(f"linear_objective implementation {name!r} {misfit}")
+    if misfit:
+      kernel, reason = "xla_chunked", f", for {kernel} {misfit}"
+  if name is None:
+    of = "plain XLA" if kernel == "xla_chunked" else kernel
+    implementations.log_once("linear_logprobs", f"linear_objective on {chip}: {of}{reason}")
+  return None if kernel == "xla_chunked" else load(kernel)
 
 
 def load(name: str) -> Any:

@@ -17,7 +17,7 @@ from grpo_kernels.linear_logprobs.core import Settings
 IS_JAX_0_10 = jax.__version_info__ < (0, 11)
 STORED_COLUMNS = 64  # of S at once: 64 of bf16 are one swizzled row of shared memory.
 LANE_COLUMNS = 8  # the narrowest matrix whose elements lie in threads as those of the logits do.
-# `slopes` works on strips, for registers; jax 0.10 cannot put strips together.
+# What is stored is computed in strips, for registers; jax 0.10 cannot put strips together.
 STRIP_COLUMNS = STORED_COLUMNS if IS_JAX_0_10 else LANE_COLUMNS
 LOG2_E = math.log2(math.e)
 # The logit, before scaling, of no column: 2 to the power of it is 0, and 0 times it is not NaN.
@@ -35,6 +35,15 @@ def nothing(rows: int):
   lowest = jnp.full((rows,), ABSENT, jnp.float32)
   zeros = plgpu.layout_cast(jnp.zeros((rows, LANE_COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
   return plgpu.layout_cast(lowest, plgpu.Layout.WGMMA.reduce(1)), zeros, zeros, zeros
+
+
+def no_numerators(rows: int):
+  """Returns what `numerate` begins with."""
+  _, zeros, *_ = nothing(rows)
+  lowest = plgpu.layout_cast(
+    jnp.full((rows, LANE_COLUMNS), ABSENT, jnp.float32), plgpu.Layout.WGMMA
+  )
+  return lowest, zeros, zeros, zeros
 
 
 def absorb(settings: Settings, logits, found, wanted, live):
@@ -70,6 +79,43 @@ def of_rows(found):
   """Returns (m, l, u, a_t), one number per row each, of what `absorb` found."""
   largest, *sums = found
   return largest, *(jnp.sum(x, axis=1) for x in sums)
+
+
+def of_lanes(found):
+  """Returns (m, l, u, a_t), one number per row each, of what `numerate` found."""
+  largest, *sums = found
+  return jnp.max(largest, axis=1), *(jnp.sum(x, axis=1) for x in sums)
+
+
+def numerate(settings: Settings, logits, found, reference, wanted, live, store):
+  """Returns (m, l, u, a_t) after a tile like `absorb`, but about a given logit of each row.
+
+  All four are matrices of `LANE_COLUMNS` columns. `store(column, numerators)` gets the tile's
+  2^((a - reference) c), in bfloat16, `STORED_COLUMNS` columns at a time.
+  """
+  largest, total, moment, target = found
+  scale = LOG2_E / settings.temperature
+  logits = masked(logits, live)
+  distance = across(wanted, total) - columns_of(total)
+  reference = across(reference, logits[:, :STRIP_COLUMNS])
+  for begin in range(0, logits.shape[1], STORED_COLUMNS):
+    strips = []
+    for at in range(begin, begin + STORED_COLUMNS, STRIP_COLUMNS):
+      strip = logits[:, at : at + STRIP_COLUMNS]
+      exponents = (strip - reference) * scale
+      numerators = jnp.exp2(exponents)
+      strips.append(numerators.astype(jnp.bfloat16))
+      for lane in range(0, STRIP_COLUMNS, LANE_COLUMNS):
+        part, exponent, numerator = (
+          x[:, lane : lane + LANE_COLUMNS] for x in (strip, exponents, numerators)
+        )
+        largest = jnp.maximum(largest, part)
+        target = jnp.where(distance == at + lane, part, target)
+        total = total + numerator
+        if settings.with_entropy:
+          moment = moment + numerator * exponent
+    store(begin, jnp.concatenate(strips, axis=1))
+  return largest, total, moment, target
 
 
 def slopes(settings: Settings, logits, of_rows, wanted, live):

@@ -1,4 +1,4 @@
-"""The two Pallas kernels of `mosaic_gpu`: one pipeline, two epilogues. Mosaic GPU, Hopper only.
+"""The Pallas kernels of `mosaic_gpu`: one pipeline, three epilogues. Mosaic GPU, Hopper only.
 
 A block has three warpgroups. The last, the producer, asks the copy engine (TMA) for slices of both
 operands, [rows depth] of hidden and [columns depth] of the head, into a ring of `stages` slots of
@@ -15,7 +15,7 @@ is full when they come back. `lead` keeps them from being in the epilogue both a
 keeps the tensor cores busy while the first is in it, and the other way round.
 
 The copy engine fills what lies outside of hidden or head with 0 and drops what would be stored
-outside of S; columns that are not real are masked in the last tile, the only one that is.
+outside of S or E; columns that are not real are masked in the tiles that have some.
 """
 
 import dataclasses
@@ -63,11 +63,9 @@ def statistics(
   width = hidden.shape[1]
 
   def body(scalars, hidden, head, targets, *parts):
-    column_tiles = live_tiles(scalars[1], tiles.columns)
     split = lax.axis_index("split")
-    begin = _share(column_tiles, split, tiles.splits)
-    count = _share(column_tiles, split + 1, tiles.splits) - begin
     row_tile = scalars[0] + lax.axis_index("row_tile")
+    begin, count = _part(live_tiles(scalars[1], tiles.columns), tiles, split)
 
     def place(item):
       return row_tile * tiles.rows, (begin + item) * tiles.columns
@@ -96,6 +94,81 @@ def statistics(
     name="linear_logprobs_statistics",
     interpret=settings.interpret,
   )(scalars, hidden, head, targets)
+
+
+def numerators(
+  settings: Settings,
+  tiles: Tiles,
+  scalars: Int[Array, " 1"],
+  hidden: Float[Array, "N D"],
+  head: Float[Array, "_ _"],
+  targets: Int[Array, "blocks half"],
+  references: Float[Array, "blocks half"],
+) -> tuple[Float[Array, "N V"], list[Float[Array, "splits blocks half"]]]:
+  """Returns the numerators of all tokens' softmax, in bfloat16, and four numbers of each part.
+
+      E = 2^((a - r) c)      m = max a      l = Σ E      u = Σ E (a - r) c      a_t
+
+  The sums are of E before it is rounded. r is any number, such that E is finite: bfloat16 has the
+  exponents of float32. Columns that are not real have E = 0.
+
+  Args:
+    settings: Static settings.
+    tiles: Tile sizes; `group` row tiles are at work at once, each in `splits` parts.
+    scalars: Number of real columns.
+    hidden: Hidden states in bfloat16; N is a multiple of 8, D of 64.
+    head: Head in bfloat16, as the layout says; V is a multiple of 8 in layout "vd", of 64 in "dv".
+    targets: Targets of all tokens, by half row tiles; -1 for none.
+    references: Reference r of all tokens, by half row tiles.
+  """
+  width, vocabulary = hidden.shape[1], head.shape[settings.vocab_axis]
+  row_tiles = tiles_over(hidden.shape[0], tiles.rows)
+  group = min(tiles.group, row_tiles)
+
+  def body(scalars, hidden, head, targets, references, out, *parts):
+    first, split = lax.axis_index("row_tile"), lax.axis_index("split")
+    begin, count = _part(tiles_over(vocabulary, tiles.columns), tiles, split)
+    rounds = lax.div(row_tiles - first + (group - 1), group)
+
+    def place(item):
+      done = lax.div(item, lax.max(count, 1))
+      return (first + done * group) * tiles.rows, (begin + item - done * count) * tiles.columns
+
+    def consume(ring, warpgroup, staged):
+      @pl.loop(0, rounds)
+      def _row_tiles(done):
+        block = CONSUMERS * (first + done * group) + warpgroup
+        wanted = epilogues.load(targets.at[block])
+        reference = epilogues.load(references.at[block])
+
+        def visit(item, found):
+          first_column = (begin + item) * tiles.columns
+          store = _Store(out, staged, warpgroup, block * tiles.half, first_column)
+          logits = ring.multiply(done * count + item, warpgroup)
+          live = scalars[0] - first_column
+          return epilogues.numerate(
+            settings, logits, found, reference, wanted - first_column, live, store
+          )
+
+        found = lax.fori_loop(0, count, visit, epilogues.no_numerators(tiles.half))
+        for part, value in zip(parts, epilogues.of_lanes(found), strict=True):
+          part[split, block] = value
+
+      plgpu.wait_smem_to_gmem(0)
+
+    _Pipeline(settings, tiles, width, hidden, head).run(
+      place, rounds * count, consume, _staged(tiles)
+    )
+
+  part = jax.ShapeDtypeStruct((tiles.splits, CONSUMERS * row_tiles, tiles.half), jnp.float32)
+  found, *parts = _kernel(
+    body,
+    [jax.ShapeDtypeStruct((hidden.shape[0], vocabulary), jnp.bfloat16), *[part] * 4],
+    grid={"row_tile": group, "split": tiles.splits},
+    name="linear_logprobs_numerators",
+    interpret=settings.interpret,
+  )(scalars, hidden, head, targets, references)
+  return found, parts
 
 
 def slopes(
@@ -151,19 +224,13 @@ def slopes(
         wanted = epilogues.load(targets.at[block]) - first_column
         logits = ring.multiply(item, warpgroup)
         found = epilogues.slopes(settings, logits, of_rows, wanted, scalars[1] - first_column)
+        store = _Store(out, staged, warpgroup, block * tiles.half, column_tile * tiles.columns)
         for column, part in found:
-          plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-          staged[warpgroup] = part
-          plgpu.commit_smem()
-          mine = pl.ds(block * tiles.half, tiles.half)
-          stored = pl.ds(column_tile * tiles.columns + column, epilogues.STORED_COLUMNS)
-          plgpu.copy_smem_to_gmem(staged.at[warpgroup], out.at[mine, stored])
+          store(column, part)
 
       plgpu.wait_smem_to_gmem(0)
 
-    staged_shape = CONSUMERS, tiles.half, epilogues.STORED_COLUMNS
-    staged = plgpu.SMEM(staged_shape, jnp.bfloat16, transforms=_transforms())
-    _Pipeline(settings, tiles, width, hidden, head).run(place, count, consume, staged)
+    _Pipeline(settings, tiles, width, hidden, head).run(place, count, consume, _staged(tiles))
 
   return _kernel(
     body,
@@ -172,6 +239,37 @@ def slopes(
     name="linear_logprobs_slopes",
     interpret=settings.interpret,
   )(scalars, hidden, head, targets, rows)
+
+
+def _part(column_tiles, tiles: Tiles, split):
+  """Returns the first column tile, and the number of them, of a part of the vocabulary."""
+  begin = _share(column_tiles, split, tiles.splits)
+  return begin, _share(column_tiles, split + 1, tiles.splits) - begin
+
+
+@dataclasses.dataclass(frozen=True)
+class _Store:
+  """Writes strips of one consumer's tile to device memory, through shared memory."""
+
+  out: Any  # [N _]
+  staged: Any  # [consumers half STORED_COLUMNS]
+  warpgroup: Any
+  first_row: Any
+  first_column: Any
+
+  def __call__(self, column: int, part) -> None:
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    self.staged[self.warpgroup] = part
+    plgpu.commit_smem()
+    mine = pl.ds(self.first_row, self.staged.shape[1])
+    across = pl.ds(self.first_column + column, epilogues.STORED_COLUMNS)
+    plgpu.copy_smem_to_gmem(self.staged.at[self.warpgroup], self.out.at[mine, across])
+
+
+def _staged(tiles: Tiles):
+  """Returns the shared memory of `_Store`."""
+  shape = CONSUMERS, tiles.half, epilogues.STORED_COLUMNS
+  return plgpu.SMEM(shape, jnp.bfloat16, transforms=_transforms())
 
 
 def live_tiles(columns, tile: int):

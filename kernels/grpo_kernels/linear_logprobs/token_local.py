@@ -11,6 +11,9 @@ The sweep processes chunks of tokens, each with the whole vocabulary: [Tc V] log
 Tc ≪ N. The price is the head's float32 gradient, to which every chunk adds: V·D·8 bytes to and from
 memory per chunk, and V·D·4 bytes during the whole sweep. Neither is paid for a head that is not
 differentiated, such as that of a frozen base.
+
+In plain XLA, three passes read the float32 logits between the products. With an implementation that
+has `numerators`, the first product leaves what the others take (`_chunk_by_kernel`).
 """
 
 import dataclasses
@@ -27,6 +30,7 @@ from jaxtyping import Array, Float, Int
 from grpo_kernels import precision, rounding, wanted
 from grpo_kernels.linear_logprobs import choice, core, reference, sharded
 from grpo_kernels.linear_logprobs.core import LOWEST, Settings, Statistics
+from grpo_kernels.linear_logprobs.numerators import numerators_of
 
 # (logprobs [n], entropy [n] or None, per-token data [n ...], constants) → these tokens' share.
 Objective = Callable[[Array, Array | None, Any, Any], Float[Array, ""]]
@@ -34,6 +38,8 @@ Objective = Callable[[Array, Array | None, Any, Any], Float[Array, ""]]
 # By platform: number of logits alive at once, and smallest number of tokens in a chunk, since every
 # chunk reads and writes the whole gradient of the head.
 MAX_LOGITS = {"cpu": 1 << 24, "gpu": 1 << 28, "tpu": 1 << 27}
+MAX_NUMERATORS = 3 << 28  # in bfloat16; as many bytes as MAX_LOGITS["gpu"] and their gradient.
+FUSED_ROWS = 256  # tokens of a tile of the kernel.
 MIN_TOKENS = {"cpu": 128, "gpu": 512, "tpu": 512}
 CHUNKS = (2, 4)  # at least; the first where chunks would be short. Never [N V].
 
@@ -53,6 +59,7 @@ def linear_objective(
   token_chunk: int | None = None,
   partition: sharded.Partition | None = None,
   live: Int[Array, ""] | None = None,
+  implementation: str | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, " N"], Float[Array, " N"] | None]:
   """Returns Σ over chunks of objective(...), to be minimised; computes its gradients on the way.
 
@@ -79,12 +86,15 @@ def linear_objective(
     live: Number of leading tokens that count, at least one. Chunks after them are not computed,
       so f must be 0 there, and the results for these tokens are meaningless. Not allowed with a
       partition. None: all count.
+    implementation: "mosaic_gpu" or "xla_chunked", which is plain XLA here; None: chosen by
+      `choice.pick_sweep` and logged once at INFO.
 
   Returns:
     The loss L; logprobs in nats; entropies in nats or None. All float32.
 
   Raises:
     ValueError: Shapes, layout or temperature are invalid, or `live` is given with a partition.
+    NotImplementedError: The named implementation cannot run here, or not at these sizes.
   """
   core.check(hidden, head, head_layout=head_layout, temperature=temperature)
   if partition is not None and live is not None:
@@ -102,12 +112,23 @@ def linear_objective(
   # As lists: JAX fills trees with objects that are not arrays, which a caller's types may reject.
   flat = [jax.tree.flatten(tree) for tree in (per_token, constants)]
   leaves = [[jnp.asarray(leaf) for leaf in found] for found, _ in flat]
+  kernels = choice.pick_sweep(
+    implementation,
+    chip,
+    dtype=hidden.dtype,
+    width=hidden.shape[1],
+    columns=vocabulary,
+    head_layout=head_layout,
+    differentiates_entropy=return_entropy and differentiate_entropy,
+  )
   static = _Static(
     settings,
     _OfLeaves(objective, flat[0][1], flat[1][1]),
     return_entropy and differentiate_entropy,
-    token_chunk or chunk_size(hidden.shape[0] // parts[0], vocabulary, chip.platform),
+    token_chunk
+    or chunk_size(hidden.shape[0] // parts[0], vocabulary, chip.platform, kernels is not None),
     partition,
+    kernels,
   )
   fixed = stop_gradient((targets.astype(jnp.int32), *leaves, live))
   found: Any = _objective(static, hidden, head, *fixed)
@@ -115,13 +136,15 @@ def linear_objective(
   return loss, stop_gradient(logprobs), stop_gradient(entropy)
 
 
-def chunk_size(tokens: int, vocabulary: int, platform: str) -> int:
-  """Returns the number of tokens in a chunk."""
+def chunk_size(tokens: int, vocabulary: int, platform: str, is_fused: bool = False) -> int:
+  """Returns the number of tokens in a chunk, which a kernel takes by `FUSED_ROWS`."""
   of_platform = platform if platform in MAX_LOGITS else "gpu"
   least = MIN_TOKENS[of_platform]
-  most = max(MAX_LOGITS[of_platform] // max(vocabulary, 1), least)
+  logits = MAX_NUMERATORS if is_fused else MAX_LOGITS[of_platform]
+  most = max(logits // max(vocabulary, 1), least)
   chunks = max(-(-tokens // most), min(max(tokens // least, CHUNKS[0]), CHUNKS[1]))
-  return max(1, -(-tokens // chunks))
+  size = max(1, -(-tokens // chunks))
+  return -(-size // FUSED_ROWS) * FUSED_ROWS if is_fused and size > FUSED_ROWS else size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +169,7 @@ class _Static:
   differentiate_entropy: bool
   chunk: int
   partition: sharded.Partition | None
+  kernels: Any  # implementation with `numerators`, hashable; None: plain XLA.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -258,9 +282,11 @@ def _sweep(
   A gradient that is not needed is None; that of the head is float32.
   """
 
+  is_fused = static.kernels is not None and any(needed)
+  of_chunk = _chunk_by_kernel if is_fused else _chunk_of_tokens
+
   def visit(carry, part):
-    share, outputs, slopes = _chunk_of_tokens(static, columns, weights, part, constants)
-    d_hidden, d_head = _products(static.settings, needed, slopes, part[0], weights)
+    share, outputs, (d_hidden, d_head) = of_chunk(static, columns, weights, part, constants, needed)
     own = share, d_head
     carry = own if carry is None else jax.tree.map(jnp.add, carry, own)
     return carry, (*outputs, d_hidden)
@@ -274,9 +300,9 @@ def _sweep(
 
 
 def _chunk_of_tokens(
-  static: _Static, columns: _Columns, weights, part, constants
-) -> tuple[Array, tuple[Array, Array | None], Array]:
-  """Returns the loss of some tokens, (logprobs, entropy), and S = ∂loss/∂logits, [n V]."""
+  static: _Static, columns: _Columns, weights, part, constants, needed: _Gradients
+) -> tuple[Array, tuple[Array, Array | None], tuple[Array | None, Array | None]]:
+  """Returns the loss of some tokens, (logprobs, entropy), and the gradients that are needed."""
   settings = static.settings
   hidden, targets, per_token = part
   logits = reference.dot(hidden, weights, head_layout=settings.head_layout)
@@ -284,10 +310,67 @@ def _chunk_of_tokens(
   own = (targets - columns.first)[:, None]
   found = _statistics(settings, columns, logits, column, own)
   log_total = jnp.log(found.total)[:, None]
-  logprobs, entropy = core.outputs(settings, found)
+  share = _share_of(static, columns, found, targets, per_token, constants)
+  g = share.of_logprobs[:, None]
+  every = core.tempered(settings, logits - found.largest[:, None]) - log_total
+  probabilities = jnp.exp(every)
+  if columns.real is not None:
+    probabilities = jnp.where(column < columns.real, probabilities, 0.0)
+  slope = g
+  if share.of_entropy is not None and share.entropy is not None:
+    slope = g + share.of_entropy[:, None] * (every + share.entropy[:, None])
+  d_logits = jnp.where(column == own, g, 0.0) - probabilities * slope
+  d_logits = (d_logits / settings.temperature).astype(hidden.dtype)
+  gradients = _products(settings, needed, d_logits, hidden, weights)
+  return share.loss, (share.logprobs, share.entropy), gradients
+
+
+def _chunk_by_kernel(
+  static: _Static, columns: _Columns, weights, part, constants, needed: _Gradients
+) -> tuple[Array, tuple[Array, Array | None], tuple[Array | None, Array | None]]:
+  """Returns the same from a kernel's numerators of the softmax, E, and their sums.
+
+      S = g (onehot_t - p) / τ = s E'      s = -g / (τ Σ E)      E' = E - onehot_t Σ E
+      dW = E'ᵀ (s h)      dh = s (E' W)
+
+  Nothing passes over E between its product and these two: one element per token is replaced, and s,
+  one number per token, is a factor of [n D].
+  """
+  settings = static.settings
+  hidden, targets, per_token = part
+  own = targets - columns.first
+  numerators, found = numerators_of(
+    static.kernels, settings, hidden, weights, own, columns.real, columns.axis
+  )
+  share = _share_of(static, columns, found, targets, per_token, constants)
+  numerators = _replaced(numerators, own, found.total * jnp.expm1(share.logprobs))
+  factor = -share.of_logprobs / (found.total * settings.temperature)
+  missing = numerators.shape[0] - hidden.shape[0]
+  factor, hidden = (jnp.pad(x, [(0, missing), (0, 0)]) for x in (factor[:, None], hidden))
+  scaled = (factor * hidden).astype(hidden.dtype)
+  d_hidden, d_head = _products(settings, needed, numerators, scaled, weights)
+  if d_hidden is not None:
+    d_hidden = (factor * d_hidden)[: targets.shape[0]]
+  return share.loss, (share.logprobs, share.entropy), (d_hidden, d_head)
+
+
+class _Share(NamedTuple):
+  """What some tokens contribute to the loss, and its derivatives."""
+
+  loss: Array
+  logprobs: Array
+  entropy: Array | None
+  of_logprobs: Array
+  of_entropy: Array | None
+
+
+def _share_of(
+  static: _Static, columns: _Columns, found: Statistics, targets, per_token, constants
+) -> _Share:
+  """Returns the loss of some tokens from the statistics of their logits."""
+  logprobs, entropy = core.outputs(static.settings, found)
   in_range = (targets >= 0) & (targets < columns.vocabulary)
   logprobs = jnp.where(in_range, logprobs, jnp.nan)
-
   if static.differentiate_entropy:
     loss, (g, of_entropy) = jax.value_and_grad(static.objective, argnums=(0, 1))(
       logprobs, entropy, per_token, constants
@@ -295,17 +378,16 @@ def _chunk_of_tokens(
   else:
     loss, g = jax.value_and_grad(static.objective)(logprobs, entropy, per_token, constants)
     of_entropy = None
-  g = jnp.where(in_range, g, 0.0)[:, None]
-  every = core.tempered(settings, logits - found.largest[:, None]) - log_total
-  probabilities = jnp.exp(every)
-  if columns.real is not None:
-    probabilities = jnp.where(column < columns.real, probabilities, 0.0)
-  slope = g
-  if of_entropy is not None and entropy is not None:
-    slope = g + of_entropy[:, None] * (every + entropy[:, None])
-  d_logits = jnp.where(column == own, g, 0.0) - probabilities * slope
-  d_logits = (d_logits / settings.temperature).astype(hidden.dtype)
-  return loss, (logprobs, entropy), d_logits
+  return _Share(loss, logprobs, entropy, jnp.where(in_range, g, 0.0), of_entropy)
+
+
+def _replaced(numerators, own, values):
+  """Returns the numerators with those of the targets replaced, in place; none outside of them."""
+  size = numerators.shape[1]
+  rows, places = jnp.arange(own.shape[0]), jnp.where((own >= 0) & (own < size), own, size)
+  return numerators.at[rows, places].set(
+    values.astype(numerators.dtype), mode="drop", unique_indices=True, indices_are_sorted=True
+  )
 
 
 def _statistics(settings: Settings, columns: _Columns, logits, column, own) -> Statistics:

@@ -1,0 +1,98 @@
+"""The numerators of a softmax by a kernel, about a logit that is known before. Pure.
+
+    E_v = exp((a_v - r) / τ)      p_v = E_v / Σ E
+
+An online softmax corrects its sums whenever it meets a larger logit. Numerators that are in memory
+cannot be corrected, so r has to be known before the product: the largest of the target's logit and
+those of the first columns. That is not the largest of all, and it need not be: bfloat16 has the
+exponents of float32, so E is as exact as p if the largest is at most 2⁶⁰ times the one of r. If it
+is not, which nothing excludes, the kernel runs once more with the largest that it found.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from grpo_kernels.linear_logprobs import core, reference
+from grpo_kernels.linear_logprobs.core import LOWEST, Settings, Statistics
+
+FIRST_COLUMNS = 128  # whose logits are computed before: a thousandth of the product.
+# Powers of 2 by which a numerator may exceed 1. Sums of V numbers stay far below 2¹²⁷, and the
+# gradient of the loss divided by them stays far above 2⁻¹²⁶.
+MOST_POWERS = 60.0
+
+
+class Numerators(NamedTuple):
+  """The result of a kernel's pass over the columns of a head."""
+
+  values: Float[Array, "M V"]  # E in bfloat16; rows beyond N mean nothing.
+  largest: Float[Array, " N"]  # max a.
+  statistics: Statistics  # about r, which takes the place of the largest; of E before rounding.
+
+
+def numerators_of(
+  kernels: Any,
+  settings: Settings,
+  hidden: Float[Array, "N D"],
+  head: Float[Array, "_ _"],
+  targets: Int[Array, " N"],
+  columns: Int[Array, ""] | None,
+  axis: str | None,
+) -> tuple[Float[Array, "M V"], Statistics]:
+  """Returns the numerators of this device's columns, and the statistics of the whole vocabulary.
+
+  Args:
+    kernels: Implementation with a function `numerators`, such as `mosaic_gpu`.
+    settings: Static settings.
+    hidden: Hidden states.
+    head: This device's part of the head, in the dtype of the hidden states.
+    targets: Token ids, counted from the first of these columns.
+    columns: Number of real columns; None: all.
+    axis: Mesh axis over which the vocabulary is split; None: it is not split. All its devices use
+      the same r.
+  """
+  run = functools.partial(kernels.numerators, settings, hidden, head, targets, columns)
+  over = (lambda largest: largest) if axis is None else lambda x: jax.lax.pmax(x, axis)
+
+  def about(references) -> Numerators:
+    values, largest, statistics = run(references)
+    return Numerators(values, over(largest), statistics)
+
+  def exceeds(found: Numerators):
+    excess = core.tempered(settings, found.largest - found.statistics.largest)
+    return jnp.any(excess > MOST_POWERS * math.log(2))
+
+  # One call in the program, for both runs: nothing was found yet, and everything exceeds that.
+  nearby = over(_references(settings, hidden, head, targets, columns))
+  shapes = jax.eval_shape(about, nearby)
+  nothing = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), shapes.statistics)
+  nothing = nothing._replace(largest=jnp.full_like(nearby, LOWEST))
+  values = jax.lax.empty(shapes.values.shape, shapes.values.dtype)
+  found = jax.lax.while_loop(
+    exceeds, lambda found: about(found.largest), Numerators(values, nearby, nothing)
+  )
+  if axis is None:
+    return found.values, found.statistics
+  largest, *sums = found.statistics
+  return found.values, Statistics(largest, *jax.lax.psum(sums, axis))
+
+
+def _references(settings: Settings, hidden, head, targets, columns) -> Float[Array, " N"]:
+  """Returns the largest logit of each token among the first columns and its target."""
+  axis = settings.vocab_axis
+  size = head.shape[axis]
+  first = jax.lax.slice_in_dim(head, 0, min(FIRST_COLUMNS, size), axis=axis)
+  logits = reference.dot(hidden, first, head_layout=settings.head_layout)
+  real = size if columns is None else columns
+  column = jax.lax.broadcasted_iota(jnp.int32, (1, logits.shape[1]), 1)
+  logits = jnp.where(column < real, logits, LOWEST)
+  own = jnp.take(head, jnp.clip(targets, 0, size - 1), axis=axis)
+  of_target = jnp.einsum(
+    "nd,nd->n" if axis == 0 else "nd,dn->n", hidden, own, preferred_element_type=jnp.float32
+  )
+  of_target = jnp.where((targets >= 0) & (targets < real), of_target, LOWEST)
+  return jnp.maximum(jnp.max(logits, axis=1), of_target)
