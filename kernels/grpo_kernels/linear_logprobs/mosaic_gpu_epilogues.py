@@ -7,27 +7,20 @@ few numbers besides the logits are alive at once: nothing spills.
 
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from grpo_kernels import hopper
 from grpo_kernels.linear_logprobs.core import Settings
 
-IS_JAX_0_10 = jax.__version_info__ < (0, 11)
 STORED_COLUMNS = 64  # of S at once: 64 of bf16 are one swizzled row of shared memory.
 LANE_COLUMNS = 8  # the narrowest matrix whose elements lie in threads as those of the logits do.
 # What is stored is computed in strips, for registers; jax 0.10 cannot put strips together.
-STRIP_COLUMNS = STORED_COLUMNS if IS_JAX_0_10 else LANE_COLUMNS
+STRIP_COLUMNS = STORED_COLUMNS if hopper.IS_JAX_0_10 else LANE_COLUMNS
 LOG2_E = math.log2(math.e)
 # The logit, before scaling, of no column: 2 to the power of it is 0, and 0 times it is not NaN.
 ABSENT = -1e30
-
-
-def load(ref):
-  """Returns one number per row from device memory, in the threads that have logits of the row."""
-  index = ((),) if IS_JAX_0_10 else ()
-  return plgpu.load(ref, *index, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
 
 def nothing(rows: int):

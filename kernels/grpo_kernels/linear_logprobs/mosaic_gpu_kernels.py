@@ -29,12 +29,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from grpo_kernels import hopper
+from grpo_kernels.hopper import CONSUMER_REGISTERS, CONSUMERS, PRODUCER_REGISTERS
 from grpo_kernels.linear_logprobs import mosaic_gpu_epilogues as epilogues
 from grpo_kernels.linear_logprobs.core import Settings
 from grpo_kernels.linear_logprobs.mosaic_gpu_tiles import Tiles, tiles_over
-
-CONSUMERS = 2
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
 
 def statistics(
@@ -71,7 +70,7 @@ def statistics(
       return row_tile * tiles.rows, (begin + item) * tiles.columns
 
     def consume(ring, warpgroup):
-      wanted = epilogues.load(targets.at[CONSUMERS * row_tile + warpgroup])
+      wanted = hopper.load(targets.at[CONSUMERS * row_tile + warpgroup])
 
       def visit(item, found):
         first_column = place(item)[1]
@@ -87,7 +86,7 @@ def statistics(
     _Pipeline(settings, tiles, width, hidden, head).run(place, count, consume)
 
   part = jax.ShapeDtypeStruct((tiles.splits, CONSUMERS * tiles.group, tiles.half), jnp.float32)
-  return _kernel(
+  return hopper.kernel(
     body,
     [part] * 4,
     grid={"row_tile": tiles.group, "split": tiles.splits},
@@ -138,8 +137,8 @@ def numerators(
       @pl.loop(0, rounds)
       def _row_tiles(done):
         block = CONSUMERS * (first + done * group) + warpgroup
-        wanted = epilogues.load(targets.at[block])
-        reference = epilogues.load(references.at[block])
+        wanted = hopper.load(targets.at[block])
+        reference = hopper.load(references.at[block])
 
         def visit(item, found):
           first_column = (begin + item) * tiles.columns
@@ -161,7 +160,7 @@ def numerators(
     )
 
   part = jax.ShapeDtypeStruct((tiles.splits, CONSUMERS * row_tiles, tiles.half), jnp.float32)
-  found, *parts = _kernel(
+  found, *parts = hopper.kernel(
     body,
     [jax.ShapeDtypeStruct((hidden.shape[0], vocabulary), jnp.bfloat16), *[part] * 4],
     grid={"row_tile": group, "split": tiles.splits},
@@ -220,8 +219,8 @@ def slopes(
         row_tile, column_tile = tile_of(item)
         first_column = place(item)[1]
         block = CONSUMERS * row_tile + warpgroup
-        of_rows = [epilogues.load(rows.at[kind, block]) for kind in range(rows.shape[0])]
-        wanted = epilogues.load(targets.at[block]) - first_column
+        of_rows = [hopper.load(rows.at[kind, block]) for kind in range(rows.shape[0])]
+        wanted = hopper.load(targets.at[block]) - first_column
         logits = ring.multiply(item, warpgroup)
         found = epilogues.slopes(settings, logits, of_rows, wanted, scalars[1] - first_column)
         store = _Store(out, staged, warpgroup, block * tiles.half, column_tile * tiles.columns)
@@ -232,7 +231,7 @@ def slopes(
 
     _Pipeline(settings, tiles, width, hidden, head).run(place, count, consume, _staged(tiles))
 
-  return _kernel(
+  return hopper.kernel(
     body,
     jax.ShapeDtypeStruct((hidden.shape[0], size), jnp.bfloat16),
     grid={"block": blocks},
@@ -269,7 +268,7 @@ class _Store:
 def _staged(tiles: Tiles):
   """Returns the shared memory of `_Store`."""
   shape = CONSUMERS, tiles.half, epilogues.STORED_COLUMNS
-  return plgpu.SMEM(shape, jnp.bfloat16, transforms=_transforms())
+  return hopper.swizzled(shape, jnp.bfloat16)
 
 
 def live_tiles(columns, tile: int):
@@ -299,7 +298,7 @@ class _Pipeline:
     tiles = self.tiles
     by_columns = self.settings.head_layout == "vd"
     columns_shape = (tiles.columns, tiles.depth) if by_columns else (tiles.depth, tiles.columns)
-    memory = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=_transforms())
+    memory = functools.partial(hopper.swizzled, dtype=jnp.bfloat16)
 
     def block(rows, columns, full, free, lead, *scratch):
       ring = _Ring(self, rows, columns, full, free, lead)
@@ -443,42 +442,3 @@ def banded(index, row_tiles: int, column_tiles: int, band: int):
   height = lax.min(row_tiles - above, band)
   within = index - above * column_tiles
   return above + lax.rem(within, height), lax.div(within, height)
-
-
-def _transforms():
-  """Returns the layout in shared memory that wgmma reads without conflicts between banks."""
-  return plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
-
-
-def _kernel(body, out_type, *, grid: dict[str, int], name: str, interpret: bool):
-  """Returns a function of arrays that runs `body` on references to them and to its output."""
-  how = {}
-  if interpret:
-    how["interpret"] = interpreter()
-  return plgpu.kernel(
-    body,
-    out_type=out_type,
-    grid=tuple(grid.values()),
-    grid_names=tuple(grid),
-    num_threads=CONSUMERS + 1,
-    thread_name="warpgroup",
-    kernel_name=name,
-    compiler_params=plgpu.CompilerParams(
-      approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-    ),
-    **how,
-  )
-
-
-def interpreter() -> Any:
-  """Returns the parameters of the interpreter that simulates threads, barriers, TMA and wgmma.
-
-  Raises:
-    NotImplementedError: This version of jax has no such interpreter.
-  """
-  parameters = getattr(plgpu, "InterpretGPUParams", None)
-  if parameters is None:
-    raise NotImplementedError(
-      f"the interpreter of Mosaic GPU kernels needs jax 0.11 or later, this is {jax.__version__}"
-    )
-  return parameters()
