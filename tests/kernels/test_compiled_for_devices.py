@@ -6,20 +6,12 @@ import re
 
 import aot
 import pytest
+import test_attention_cross_lowering as lowering_of_attention
 from aot import TARGET, on_h100, on_tpu
 from grpo_kernels import implementations
+from grpo_kernels.attention import mosaic_gpu as mosaic_attention
 from grpo_kernels.linear_logprobs import core, reference
-from test_cross_lowering import (
-  ATTENDING_MODELS,
-  MODELS,
-  PASSES_OF_MODELS,
-  TOKENS,
-  attention_passes,
-  attention_structs,
-  passes,
-  structs,
-  sweep,
-)
+from test_cross_lowering import MODELS, PASSES_OF_MODELS, TOKENS, passes, structs, sweep
 
 from grpo_plan import topologies
 
@@ -125,6 +117,49 @@ def test_no_register_spills_on_an_h100():
     assert max(kernel.registers for kernel in one.kernels) <= 168
 
 
+# (model, tokens of a row, window): 16384 tokens at each size.
+ATTENTION = [
+  *((model, 16384, None) for model in lowering_of_attention.MODELS),
+  ("SmolLM2-135M", 1024, None),
+  ("Qwen2.5-1.5B", 1024, None),
+  ("Qwen3-4B", 16384, 4096),
+]
+
+
+def compiled_attention(model, length, window, which):
+  """Compiles attention of 16384 tokens at the size of one model, and checks its kernels."""
+  function = lowering_of_attention.passes(mosaic_attention, window=window)[which]
+  arguments = lowering_of_attention.structs(model, length, rows=TOKENS // length)
+  made = aot.compile_for("h100", function, arguments)
+  kernels = [kernel for kernel in made.kernels if kernel.name.startswith("attention_")]
+  said = ", ".join(f"{x.name.split('_mosaic')[0]} {x.registers}" for x in kernels)
+  print(f"h100 attention {model} {length} {window} {which}: {made.temporary_bytes / MIB:.1f} MiB")
+  print(f"  registers: {said}")
+  assert [kernel for kernel in kernels if kernel.spilled_bytes] == []
+  assert max(kernel.registers for kernel in kernels) <= 168
+  assert not lowering_of_attention.squares_in(made.hlo, length)
+  return made, {kernel.name for kernel in kernels}
+
+
+@on_h100
+@pytest.mark.parametrize(("model", "length", "window"), ATTENTION)
+def test_attention_spills_no_register_and_holds_no_pairs_on_an_h100(model, length, window):
+  made, names = compiled_attention(model, length, window, "value_and_grad")
+  assert len(names) == 4  # the output, dQ, dK with dV, and their sums.
+  heads, kv_heads, width = lowering_of_attention.MODELS[model]
+  parts = 2 * 2 * 4 * TOKENS * kv_heads * width  # of dK and dV; two for each tile of keys.
+  output = 2 * TOKENS * heads * width  # in bfloat16.
+  assert made.temporary_bytes <= parts + 4 * output + 4 * MIB
+
+
+@on_h100
+def test_the_forward_pass_of_attention_takes_little_memory_on_an_h100():
+  made, names = compiled_attention("Qwen2.5-1.5B", 16384, None, "forward")
+  assert len(names) == 1
+  output = 2 * TOKENS * 12 * 128
+  assert made.temporary_bytes <= 2 * output + 2 * MIB  # scaled queries, and the output.
+
+
 @on_tpu
 @pytest.mark.parametrize("model", list(BOUNDS["mosaic_gpu", "value_and_grad"]))
 @pytest.mark.parametrize("target", ["v5e:2x2", "v6e:2x2"])
@@ -163,12 +198,13 @@ def test_attention_compiles_for_a_tpu(target, which, length, model):
   implementation = importlib.import_module("grpo_kernels.attention.pallas_tpu")
   device = topologies.devices(topologies.parse(target))[0]
   implementation = implementation.PallasTpu(device_kind=device.device_kind)
-  function = attention_passes(implementation)[which]
-  made = aot.compile_for(target, function, attention_structs(model, length))
+  function = lowering_of_attention.passes(implementation)[which]
+  arguments = lowering_of_attention.structs(model, length, rows=TOKENS // length)
+  made = aot.compile_for(target, function, arguments)
   print(f"{target} attention {model} T={length} {which}: {made.temporary_bytes / MIB:.3f} MiB")
   assert "tpu_custom_call" in made.hlo
   assert not re.search(rf"\b{length},{length}\b", made.hlo)
-  heads, _, width = ATTENDING_MODELS[model]
+  heads, _, width = lowering_of_attention.MODELS[model]
   queries = 2 * TOKENS * heads * max(width, 128)  # bytes; narrow heads fill 128 lanes.
   # Transposed copies of the queries, the output, its cotangent and that of the queries.
   assert made.temporary_bytes <= (5 if which == "value_and_grad" else 2) * queries

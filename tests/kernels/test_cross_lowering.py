@@ -5,9 +5,6 @@ import importlib
 import jax
 import jax.numpy as jnp
 import pytest
-from grpo_kernels import attention
-from grpo_kernels.attention import core as attention_core
-from grpo_kernels.attention import visible as attention_visible
 from grpo_kernels.linear_logprobs import core, reference
 from grpo_kernels.linear_logprobs.token_local import linear_objective
 
@@ -94,46 +91,3 @@ def test_kernel_lowers_with_the_other_layout_a_temperature_and_an_odd_vocabulary
 def test_logits_would_be_seen():
   text = lowered(passes(reference.linear_logprobs)["forward"], structs(576, 49152), "cuda")
   assert logits_in(text, 49152)
-
-
-# --- attention ---
-
-# (query heads, key/value heads, width of a head)
-ATTENDING_MODELS = {
-  "SmolLM2-135M": (9, 3, 64),
-  "Qwen2.5-0.5B": (14, 2, 64),
-  "Qwen2.5-1.5B": (12, 2, 128),
-  "Llama-3-8B": (32, 8, 128),
-  "Qwen3-4B": (32, 8, 128),
-}
-
-
-def attention_structs(model, length):
-  """Returns the shapes of q, k, v in bf16, segment ids and branch ids: 16384 tokens."""
-  heads, kv_heads, width = ATTENDING_MODELS[model]
-  rows = TOKENS // length
-  of_heads = lambda n: jax.ShapeDtypeStruct((rows, length, n, width), jnp.bfloat16)
-  ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-  return of_heads(heads), of_heads(kv_heads), of_heads(kv_heads), ids, ids
-
-
-def attention_passes(implementation):
-  """Returns the forward pass of attention, and it with the gradients of a loss of its output."""
-  settings = attention.Settings(attention_core.Plain(jnp.bfloat16))
-
-  def forward(q, k, v, segments, branches):
-    seen = attention_visible.visible(segments, branches)
-    return attention_core.attend(implementation, settings, q, k, v, seen)[0]
-
-  loss = lambda *arguments: jnp.sum(forward(*arguments) ** 2)
-  return {"forward": forward, "value_and_grad": jax.value_and_grad(loss, argnums=(0, 1, 2))}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("model", list(ATTENDING_MODELS))
-def test_attention_lowers_for_a_tpu_at_the_sizes_of_real_models(model):
-  implementation = importlib.import_module("grpo_kernels.attention.pallas_tpu")
-  function = attention_passes(implementation)["value_and_grad"]
-  text = lowered(function, attention_structs(model, 16384), "tpu")
-  assert text.count("tpu_custom_call") == 3  # forward, dQ, and dK with dV.
-  assert "16384x16384x" not in text

@@ -11,6 +11,14 @@ __all__ = ["IMPLEMENTATIONS", "Chip", "Implementation", "chip_of", "current_chip
 IMPLEMENTATIONS: dict[str, Implementation] = {
   "reference": Implementation("reference"),
   "xla_blocked": Implementation("xla_blocked"),
+  "mosaic_gpu": Implementation(
+    "mosaic_gpu",
+    platform="gpu",
+    compute_capability="9",
+    generation="NVIDIA GPUs of the Hopper generation",
+    dtypes=("bfloat16",),
+    widths=(64, 128),
+  ),
   "pallas_tpu": Implementation(
     "pallas_tpu",
     platform="tpu",
@@ -21,7 +29,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 
 # Platform → the kernel that is used there if it fits; otherwise xla_blocked is.
-KERNELS: dict[str, str] = {"tpu": "pallas_tpu"}
+KERNELS: dict[str, str] = {"gpu": "mosaic_gpu", "tpu": "pallas_tpu"}
 
 
 def pick(name: str | None, chip: Chip, *, dtype: Any, width: int | None = None) -> Any:
