@@ -354,6 +354,7 @@ def sampler_sizes(config: Config) -> dict[str, Any]:
     **lengths,
     "long_prompts": rows if own_prompts else None,
     "whole_caches": chosen_options.has_chosen_rows(config) and rows > USUAL_ROWS,
+    "has_filters": _has_filters(config.sampling) or _has_filters(evaluation_sampling(config)),
   }
 
 
@@ -384,6 +385,11 @@ def lengths_of_sampler(config: Config) -> dict[str, Any]:
     "group_size": config.rollout.group_size + needs_greedy(config),
     "own_prompts": has_conversations,
   }
+
+
+def _has_filters(sampling: SamplingOptions) -> bool:
+  """Returns whether some token can not be sampled."""
+  return bool(sampling.top_k or sampling.top_p < 1.0 or sampling.min_p)
 
 
 def evaluation_sampling(config: Config) -> SamplingOptions:

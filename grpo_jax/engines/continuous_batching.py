@@ -1,12 +1,13 @@
 """The sampler's work in progress: its queue, its rows, and their caches.
 
 The caches keep their planned sizes, so that a few programs serve all requests. Requests beyond the
-plan make them grow, to powers of two. An idle batcher starts again at the first column of the ring,
-so what it computes does not depend on earlier requests.
+plan make them grow, to powers of two. An idle batcher starts again at the first step, so what it
+computes does not depend on earlier requests.
 """
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,11 +16,13 @@ import numpy as np
 
 from grpo_jax.compilation.programs import CompileJob, Program, abstract
 from grpo_jax.engines import (
+  cache_forms,
   decoding,
   kv_cache,
   sampler_inputs,
   sampler_weights,
   scheduling,
+  sharing,
   stopping,
 )
 from grpo_jax.engines.base import Generation, GenerationRequest, SamplingParams
@@ -32,9 +35,18 @@ _REMEDY = "lower engine.max_rows, sampling.max_tokens or rollout.max_tokens"
 _decode = jax.jit(decoding.decode, static_argnames="options", donate_argnames="own")
 _prefill = jax.jit(decoding.prefill, static_argnames="options", donate_argnames="cache")
 _read_again = jax.jit(decoding.read_again, static_argnames="options", donate_argnames="own")
-_resize = jax.jit(kv_cache.resize, static_argnames=("options", "row_axis"))
-_empty_ring = jax.jit(kv_cache.empty_ring, static_argnums=(0, 1, 2, 3))
+_resize = jax.jit(kv_cache.resize, static_argnames="options")
 _empty_pages = jax.jit(kv_cache.empty_pages, static_argnums=(0, 1, 2))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _empty_own(blocks: int, rows: int, length: int, options: Any) -> kv_cache.Cache:
+  return cache_forms.of(options).empty(blocks, rows, length, options)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _grown(own: kv_cache.Cache, places: Any, columns: int, options: Any) -> kv_cache.Cache:
+  return cache_forms.of(options).grown(own, places, columns, options)
 
 
 class NonFiniteLogits(ExpectedFailure, FloatingPointError):
@@ -70,6 +82,7 @@ class Programs:
     sizes: SamplerSizes,
     *,
     reads_again: bool = False,
+    has_filters: bool = True,
   ) -> list[CompileJob]:
     """Returns the compilations that serve all requests within `sizes`.
 
@@ -78,8 +91,9 @@ class Programs:
       options: Options of the programs.
       sizes: Planned sizes.
       reads_again: Whether new weights may have to read unfinished completions.
+      has_filters: Whether requests may have top-k, top-p or min-p.
     """
-    ring, pages = caches(options, sizes)
+    own, pages = caches(options, sizes)
     options = sizes.applied(options)
     slot = Slot(pages=(0,), length=1)
     layout = {"page": sizes.page, "pages": sizes.pages, "table": sizes.table}
@@ -88,13 +102,16 @@ class Programs:
     detail = f"{sizes.prefill} tokens"
     jobs = [self.prefill.job(weights, pages, chunk, options=options, detail=detail)]
     for count in scheduling.row_counts(sizes.rows):
-      rows = scheduling.make_rows([], count, {}, group=options.group, table=sizes.table)
-      arguments = (weights, pages, ring, abstract(rows), abstract(np.int32(0)))
-      jobs.append(self.decode.job(*arguments, options=options, detail=f"{count} rows"))
+      rows = scheduling.make_rows([], count, {}, **_row_layout(options, sizes))
+      arguments = (weights, pages, own, abstract(rows), abstract(np.int32(0)))
+      for chosen, kind in _variants(options, has_filters):
+        detail = f"{count} rows{kind}"
+        jobs.append(self.decode.job(*arguments, options=chosen, detail=detail))
     if reads_again:
       begun = RunningCompletion(_ANY_REQUEST, None, b"", row=0, token_ids=[0])
       pieces = next(scheduling.make_pieces([begun], {b"": slot}, **_layout(sizes), step=1))
-      arguments = (weights, pages, ring, abstract(pieces))
+      arguments = (weights, pages, own, abstract(pieces))
+      detail = f"{sizes.prefill} tokens"
       jobs.append(self.read_again.job(*arguments, options=options, detail=detail))
     return jobs
 
@@ -104,16 +121,33 @@ def _layout(sizes: SamplerSizes) -> dict[str, int]:
   return {"tokens": sizes.prefill, "piece": sizes.piece, "table": sizes.table}
 
 
+def _row_layout(options: sampler_inputs.ProgramOptions, sizes: SamplerSizes) -> dict[str, Any]:
+  """Returns the sizes and the form of the state of rows."""
+  of_pages = {"table": sizes.table, "page": sizes.page, "pages": sizes.pages}
+  return {"group": options.group, "form": options.form, **of_pages}
+
+
+def _variants(
+  options: sampler_inputs.ProgramOptions, has_filters: bool
+) -> list[tuple[sampler_inputs.ProgramOptions, str]]:
+  """Returns the options of the decode programs of a number of rows, with a name for each."""
+  if options.form == "ring":
+    return [(options, "")]
+  plain = [(dataclasses.replace(options, has_filters=False), "")]
+  filtered = dataclasses.replace(options, has_filters=True)
+  return [*plain, (filtered, ", filters")] if has_filters else plain
+
+
 def caches(options: sampler_inputs.ProgramOptions, sizes: SamplerSizes) -> tuple[Any, Any]:
-  """Returns shapes, dtypes and shardings of the ring and of the pages.
+  """Returns shapes, dtypes and shardings of the sampled tokens' cache and of the pages.
 
   Args:
     options: Options of the calls.
     sizes: Planned sizes.
   """
   options = sizes.applied(options)
-  ring = _described(_empty_ring, sizes.blocks, sizes.rows, sizes.columns, options)
-  return ring, _described(_empty_pages, sizes.pages, sizes.page, options)
+  own = _described(_empty_own, sizes.blocks, sizes.rows, sizes.columns, options)
+  return own, _described(_empty_pages, sizes.pages, sizes.page, options)
 
 
 def _described(make: Any, *arguments: Any) -> Any:
@@ -151,6 +185,7 @@ class ContinuousBatcher:
     self._decode_text = decode_text
     self._stats = stats
     self._programs = programs
+    self._most_users = sharing.most_users(options.form, options.group)
     # of the caches; None: an idle batcher.
     self._weights: sampler_weights.SamplerWeights | None = None
     self._waiting: collections.deque[RunningCompletion] = collections.deque()
@@ -265,21 +300,32 @@ class ContinuousBatcher:
     new, missing = [], []
     while self._waiting and len(self._active) + len(new) < self._sizes.rows:
       completion = self._waiting[0]
-      if completion.key not in self._slots:
-        if not self._take_pages(completion):
+      key = self._key_with_room(completion)
+      if key not in self._slots:
+        if not self._take_pages(key, completion):
           break  # until other completions have left.
         missing.append(completion)
-      self._slots[completion.key].users += 1
+      completion.key = key
+      self._slots[key].users += 1
       new.append(self._waiting.popleft())
     self._place(new)
-    self._fit_ring()
+    self._fit_own()
     self._prefill_all([(c.request.prompt_ids[:-1], self._slots[c.key]) for c in missing], weights)
+
+  def _key_with_room(self, completion: RunningCompletion) -> bytes:
+    """Returns the key of a copy of the prompt that has room for one more row."""
+    key, most, number = completion.key, self._most_users, 0
+    while most is not None and key in self._slots and self._slots[key].users >= most:
+      number += 1
+      key = scheduling.prompt_key(completion.request, copy=number)
+    return key
 
   def _release_slots(self, wanted: set[bytes]) -> None:
     """Frees pages that no row uses and that no waiting completion will use."""
-    self._slots = {k: slot for k, slot in self._slots.items() if slot.users or k in wanted}
+    is_kept = lambda slot: slot.users or slot.prompt in wanted
+    self._slots = {key: slot for key, slot in self._slots.items() if is_kept(slot)}
 
-  def _take_pages(self, completion: RunningCompletion) -> bool:
+  def _take_pages(self, key: bytes, completion: RunningCompletion) -> bool:
     """Reserves pages for a prompt; returns False if too few are free."""
     length = len(completion.request.prompt_ids) - 1
     needed = -(-length // self._sizes.page)
@@ -289,7 +335,7 @@ class ContinuousBatcher:
       free = self._free_pages()
     if len(free) < needed:
       return False
-    self._slots[completion.key] = Slot(tuple(free[:needed]), length)
+    self._slots[key] = Slot(tuple(free[:needed]), length, prompt=completion.key)
     return True
 
   def _free_pages(self) -> list[int]:
@@ -311,8 +357,8 @@ class ContinuousBatcher:
       completion.row = next(free)
     self._active += new
 
-  def _fit_ring(self) -> None:
-    """Makes the ring, or a longer one if completions need it."""
+  def _fit_own(self) -> None:
+    """Makes the cache of sampled tokens, or a longer one if completions need it."""
     chunk, columns = self.options.chunk, self._sizes.columns
     longest = max(
       min(len(c.token_ids) + chunk, c.request.sampling.max_tokens) for c in self._active
@@ -323,16 +369,20 @@ class ContinuousBatcher:
       return
     self._sizes = dataclasses.replace(self._sizes, blocks=blocks)
     if not self._own:
-      self._own = _empty_ring(blocks, self._sizes.rows, columns, self.options)
+      self._own = _empty_own(blocks, self._sizes.rows, columns, self.options)
     else:
       places = scheduling.regrown(before, blocks, (self._step - 1) // columns)
-      self._own = _resize(self._own, places, options=self.options, row_axis=1)
+      self._own = _grown(self._own, places, columns, self.options)
 
   def _fit_pages(self) -> None:
     """Makes the pages, or more of them if waiting prompts exceed the plan."""
     size = self._sizes.page
     page_counts = {c.key: -(-(len(c.request.prompt_ids) - 1) // size) for c in self._waiting}
-    coming = sorted(n for key, n in page_counts.items() if key not in self._slots)
+    copies = collections.Counter(c.key for c in self._waiting)
+    for key in copies:
+      most = self._most_users
+      copies[key] = int(key not in self._slots) if most is None else -(-copies[key] // most)
+    coming = sorted(n for key, n in page_counts.items() for _ in range(copies[key]))
     longest = max(page_counts.values(), default=0)
     table, pages = self._sizes.table, self._sizes.pages
     if longest > table or not table:
@@ -380,11 +430,11 @@ class ContinuousBatcher:
       self._active,
       self._rows,
       self._slots,
-      group=options.group,
-      table=self._sizes.table,
+      **_row_layout(options, self._sizes),
       moves=self._moves,
       step=self._step,
     )
+    options = scheduling.options_for(self._active, options)
     stop_at = scheduling.leave_at(
       len(self._active), self._rows, self._counts, is_waiting=bool(self._waiting)
     )

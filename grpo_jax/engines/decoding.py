@@ -1,12 +1,11 @@
 """The sampler's computation on the device: prefill of prompts, and a loop of decode steps. Pure.
 
-A few programs serve all requests. Their shapes bound how much can be computed; loops inside them,
-over the pages of the prompts and over the blocks of sampled tokens, run only as far as needed.
-`kv_cache` describes these pages and blocks, and has the letters of sizes.
+A few programs serve all requests, and their shapes bound how much can be computed. `kv_cache`
+describes the cache and has the letters of sizes; `cache_forms` has what differs between CPUs and
+accelerators.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -19,7 +18,7 @@ from grpo_kernels.linear_logprobs import reference
 from jaxtyping import Array, Float, Int
 
 from grpo_jax.compilation import precision
-from grpo_jax.engines import cached_attention, kv_cache, sampler_weights, sampling
+from grpo_jax.engines import cache_forms, cached_attention, kv_cache, sampler_weights, sampling
 from grpo_jax.engines.kv_cache import Cache
 from grpo_jax.engines.sampler_inputs import Pieces, PrefillChunk, ProgramOptions, RowStates
 from grpo_jax.engines.sampler_weights import SamplerWeights
@@ -71,39 +70,31 @@ def prefill(
 def read_again(
   weights: SamplerWeights, prompts: Cache, own: Cache, pieces: Pieces, options: ProgramOptions
 ) -> Cache:
-  """Computes keys and values of sampled tokens again, in their columns of the ring.
+  """Computes keys and values of sampled tokens again, in their columns.
 
-  For completions that were begun with other weights: afterwards the ring and the pages hold what
+  For completions that were begun with other weights: afterwards the caches hold what
   they would if these weights had read every token. Calls must take the tokens of a row in their
   order. On a mesh, tokens are split as in `prefill`.
 
   Args:
     weights: Weights made by `split_layers`.
     prompts: The pages, already of these weights; read only.
-    own: The ring.
+    own: The sampled tokens.
     pieces: Tokens of rows: the last token of the prompt, then sampled tokens without the last.
     options: Options of the program; static.
 
   Returns:
-    The ring with the keys and values of the pieces.
+    `own` with the keys and values of the pieces.
   """
-  blocks, columns = own[0][0].shape[0], own[0][0].shape[-1]
-  count, dtype = pieces.rows.shape[0], own[0][0].dtype
-  steps, rows = jnp.asarray(pieces.steps), jnp.asarray(pieces.rows)
-  # A token of padding goes to a block that does not exist.
-  block = jnp.where(steps < 0, blocks, steps // columns % blocks)
-  column, row = steps % columns, jnp.repeat(rows, len(pieces.tokens) // count)
+  form, count = cache_forms.of(options), pieces.rows.shape[0]
   tables, prompt_lengths = jnp.asarray(pieces.pages), jnp.asarray(pieces.prompt_lengths)
 
   def write(cache, k, v):
-    ring, pages = cache
-    keys = ring[0].at[block, row, :, :, column].set(k[0].astype(dtype), mode="drop")
-    values = ring[1].at[block, row, :, column].set(v[0].astype(dtype), mode="drop")
-    place = functools.partial(kv_cache.placed, options=options, row_axis=1)
-    return (place(keys), place(values)), pages
+    of_rows, pages = cache
+    return form.write_again(of_rows, k[0], v[0], pieces, options), pages
 
   def before(q, kv_heads, cache, first):
-    ring, pages = cache
+    of_rows, pages = cache
     repeats = q.shape[2] // kv_heads
     by_piece = lambda x: None if x is None else x.reshape(count, -1)
     first = by_piece(first)
@@ -113,12 +104,12 @@ def read_again(
     found = cached_attention.over_pages(asked, found, pages, tables, prompt_lengths, seen, options)
     own_first = None if first is None else first - prompt_lengths[:, None]
     seen = cached_attention.for_queries(own_first, repeats)
-    found = cached_attention.over_past(asked, found, ring, pieces, seen, options)
+    found = form.over_past(asked, found, of_rows, pieces, seen, options)
     found = parts.by_token(found, q.shape[2])
     return parts.Partial(*(x.reshape(1, -1, *x.shape[2:]) for x in found))
 
   both = list(zip(own, prompts, strict=True))
-  return [ring for ring, _ in _read(weights, both, pieces, write, before, options)]
+  return [of_rows for of_rows, _ in _read(weights, both, pieces, write, before, options)]
 
 
 def _read(
@@ -217,18 +208,19 @@ def decode(
   Args:
     weights: Weights made by `split_layers`.
     prompts: Keys and values of the pages; read only.
-    own: The ring, whose first R rows are used.
+    own: Keys and values of the sampled tokens, whose first R rows are used.
     rows: State of the rows.
     leave_at: Number of unfinished rows at which the loop ends early; 0: when all have stopped.
     options: Options of the program; static.
 
   Returns:
-    The ring; the sampled tokens, with -1 after the last token of each row; their logprobs.
+    `own` with the new tokens; the sampled tokens, with -1 after the last token of each row; their
+    logprobs.
   """
   count = rows.tokens.shape[0]
   start = (
     jnp.int32(0),
-    kv_cache.moved(own, rows),
+    cache_forms.of(options).moved(own, rows),
     jnp.asarray(rows.tokens),
     jnp.zeros(count, jnp.int32),
     jnp.asarray(rows.remaining) > 0,
@@ -272,44 +264,38 @@ def decode_step(
   Args:
     weights: Weights made by `split_layers`.
     prompts: The pages.
-    own: The ring.
+    own: The sampled tokens.
     tokens: Token ids to feed.
-    lengths: Number of tokens of each row in the ring, without this one.
+    lengths: Number of tokens of each row in `own`, without this one.
     number: Number of the step within its chunk.
     rows: State of the rows before the chunk; only what the steps do not change is read.
     options: Options of the program; static.
 
   Returns:
-    Logits of the next token, float32; the ring with this token in it.
+    Logits of the next token, float32; `own` with this token in it.
   """
-  config, positions = options.config, jnp.asarray(rows.prompt_lengths) + lengths
-  angles = _angles(positions[:, None], config)
+  config, form = options.config, cache_forms.of(options)
+  angles = _angles((jnp.asarray(rows.prompt_lengths) + lengths)[:, None], config)
   settings = {"config": config, "products": options.products}
-  step = jnp.asarray(rows.step) + number
+  at = jnp.asarray(rows.step) + number, lengths
   x, written = layers.embed(weights.embed, tokens[:, None], **settings), []
-  for i, (pages, ring, kind) in enumerate(zip(prompts, own, config.kinds, strict=True)):
+  for i, (pages, of_rows, kind) in enumerate(zip(prompts, own, config.kinds, strict=True)):
 
-    def attend(q, k, v, pages=pages, ring=ring, window=kind.window):
+    def attend(q, k, v, pages=pages, of_rows=of_rows, window=kind.window):
       heads, width = q.shape[2:]
-      ring = kv_cache.append(ring, k[:, 0], v[:, 0], step, options)
       asked = q.reshape(q.shape[0], k.shape[2], -1, width) * (width**-0.5)
       asked = kv_cache.placed(asked, options, row_axis=0)
-      found = cached_attention.over_ring(asked, ring, step, lengths, window, options)
-      alone = jnp.where(rows.places < 0, rows.prompt_lengths, 0)
-      first = cached_attention.first_seen(positions, window)
-      seen = cached_attention.for_queries(None if first is None else first[:, None], asked.shape[2])
-      found = cached_attention.over_pages(
-        asked, found, pages, jnp.asarray(rows.pages), alone, seen, options
-      )
-      found = cached_attention.over_tiles(asked, found, pages, rows, first, options)
-      attended = kv_cache.placed(found.mixed / found.total[..., None], options, row_axis=0)
+      new = asked, k[:, 0], v[:, 0]
+      attended, of_rows = form.attend(*new, of_rows, pages, rows, at, window, options)
+      attended = kv_cache.placed(attended, options, row_axis=0)
       attended = attended.reshape(q.shape[0], 1, heads, width)
       # Split like `o`, which would otherwise be gathered.
-      return _prefill_products(options).place(attended, ("rows", "places", "heads", "width")), ring
+      lies = ("rows", "places", "heads", "width")
+      return _prefill_products(options).place(attended, lies), of_rows
 
     layer = sampler_weights.layer_params(weights, i, x)
-    x, ring, _ = layers.block(layer, x, *angles[kind.rope], attend, **settings)
-    written.append(ring)
+    x, of_rows, _ = layers.block(layer, x, *angles[kind.rope], attend, **settings)
+    written.append(of_rows)
   x = layers.norm(x, weights.final_norm, **settings)[:, 0]
   layout = "vd" if config.tie_embeddings else "dv"
   # The same product as in the trainer's logprobs, in the same precision on every platform.
@@ -320,7 +306,7 @@ def decode_step(
 def _drawn(
   logits: Float[Array, "R V"], lengths: Int[Array, " R"], rows: RowStates, options: ProgramOptions
 ) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
-  """Samples a token for every row; filters are computed only if a row has any."""
+  """Samples a token for every row; filters are computed only if a row has any, or may have."""
   filters = (jnp.asarray(rows.top_k), jnp.asarray(rows.top_p), jnp.asarray(rows.min_p))
   uniforms = sampling.uniforms(jnp.asarray(rows.seeds), lengths)
   temperature = jnp.asarray(rows.temperature)
@@ -333,6 +319,8 @@ def _drawn(
     num_valid=options.num_valid,
     report_truncated=reports,
   )
+  if options.has_filters is not None:
+    return draw(filters, reports) if options.has_filters else draw(None, options.report_truncated)
   has_filters = (filters[0] > 0) | (filters[1] < 1.0) | (filters[2] > 0.0)
   is_truncated = jnp.any(has_filters & (temperature > 0))
   return jax.lax.cond(

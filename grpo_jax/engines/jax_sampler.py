@@ -27,6 +27,7 @@ from grpo_jax.compilation import host_memory, precision
 from grpo_jax.compilation.programs import CompileJob
 from grpo_jax.engines import (
   base,
+  cache_forms,
   kv_cache,
   sampler_inputs,
   sampler_weights,
@@ -69,6 +70,7 @@ class JaxSampler:
     group_size: int = 8,
     long_prompts: int | None = None,
     whole_caches: bool = False,
+    has_filters: bool = True,
     unmerged: bool | None = None,
     devices: Sequence[Any] | None = None,
   ):
@@ -111,6 +113,8 @@ class JaxSampler:
         wait. None: as many as `max_rows` rows have in groups of `group_size`.
       whole_caches: Whether the planned caches may be larger than 4 GiB each, because the caller has
         counted their memory. False: larger ones grow when completions need them.
+      has_filters: Whether requests may have top-k, top-p or min-p. On an accelerator such rows have
+        programs of their own; False: these are not compiled before they are needed.
       unmerged: Whether the adapter of weights with one stays apart from their base, as in the
         trainer. The base is then copied once, and `load_weights` copies the adapter only. False:
         they are merged in float32 and rounded to the compute dtype. None: apart if that rounding
@@ -132,6 +136,7 @@ class JaxSampler:
       num_valid=num_valid_tokens,
       report_truncated=report_truncated_logprobs,
       group=max(min(group_size, max_rows), 1),
+      form=cache_forms.on_platform(current_chip().platform),
       matmul_precision=precision.resolve(matmul_precision, compute_dtype),
       attention=attention,
     )
@@ -143,7 +148,7 @@ class JaxSampler:
       long_prompts=long_prompts,
       whole_caches=whole_caches,
     )
-    self._in_flight_updates = in_flight_updates
+    self._in_flight_updates, self._has_filters = in_flight_updates, has_filters
     self._programs = Programs()
     self._devices = None if devices is None else tuple(devices)
     self._weight_sync = WeightSync(
@@ -218,14 +223,15 @@ class JaxSampler:
       params: The trainer's parameters: arrays, or `jax.ShapeDtypeStruct`s with shardings.
 
     Returns:
-      At most seven jobs; an empty list if no sizes were planned.
+      At most ten jobs; an empty list if no sizes were planned.
     """
     if not self._sizes.is_planned:
       return []
     weights, options = self._weight_sync.described(params)
     first = self._weight_sync.jobs(params, options)
     with self._at_home():
-      own = self._programs.jobs(weights, options, self._sizes, reads_again=self._in_flight_updates)
+      kinds = {"reads_again": self._in_flight_updates, "has_filters": self._has_filters}
+      own = self._programs.jobs(weights, options, self._sizes, **kinds)
     return [*first, *own]
 
   def described(self, params: Any) -> tuple[sampler_weights.SamplerWeights, tuple[Any, Any]]:
@@ -433,16 +439,15 @@ def _sizes(
   whole_caches: bool,
 ) -> scheduling.SamplerSizes:
   """Returns the sizes of the caches: fixed if the longest prompt and completion are planned."""
-  is_cpu = current_chip().platform == "cpu"
   if prompt_tokens is None or completion_tokens is None:
-    return scheduling.unplanned(max_rows, is_cpu=is_cpu)
+    return scheduling.unplanned(max_rows, form=options.form)
   return scheduling.planned(
     max_rows,
     prompt_tokens=prompt_tokens,
     completion_tokens=completion_tokens,
     long_prompts=long_prompts or -(-max_rows // options.group),
     token_bytes=kv_cache.token_bytes(options),
-    is_cpu=is_cpu,
+    form=options.form,
     whole_caches=whole_caches,
   )
 

@@ -55,7 +55,10 @@ class ProgramOptions:
     chunk: Largest number of decode steps of one call.
     num_valid: Number of token ids that may be sampled; see `sampling.sample`.
     report_truncated: Whether all logprobs are of the truncated distribution; see `sampling.sample`.
-    group: Number of rows of a tile, G.
+    group: Number of rows that share a prompt, G.
+    form: Form of the cache; see `cache_forms`.
+    has_filters: Whether a row may have top-k, top-p or min-p. None: the program looks, which makes
+      an accelerator wait for the host.
     pages_at_once: Number of pages that one round of the loop over pages reads.
     mesh: Mesh of the devices; None: one device.
     head_axis: Mesh axes over which key/value heads are split.
@@ -71,6 +74,8 @@ class ProgramOptions:
   num_valid: int | None = None
   report_truncated: bool = False
   group: int = 8
+  form: str = "ring"
+  has_filters: bool | None = None
   pages_at_once: int = 1
   mesh: Mesh | None = None
   head_axis: Any = None
@@ -82,16 +87,37 @@ class ProgramOptions:
 
 @as_tree
 @dataclasses.dataclass(frozen=True)
+class Tiles:
+  """The rows of prompts that several rows share, at most G in a tile; for the form "ring"."""
+
+  places: Int[Array | np.ndarray, " R"]  # place in the tiles: tile · G + number; -1: in no tile.
+  rows: Int[Array | np.ndarray, "A G"]  # row at each place.
+  pages: Int[Array | np.ndarray, "A W"]  # pages of the tile's prompt.
+  lengths: Int[Array | np.ndarray, " A"]  # tokens in these pages.
+
+
+@as_tree
+@dataclasses.dataclass(frozen=True)
+class Readers:
+  """The rows that attend to each page, at most G; for the form "rows"."""
+
+  rows: Int[Array | np.ndarray, "N G"]  # row at each place.
+  starts: Int[Array | np.ndarray, " N"]  # position of the first token of the page in its prompt.
+  lengths: Int[Array | np.ndarray, " N"]  # tokens of the page.
+  places: Int[
+    Array | np.ndarray, "R W"
+  ]  # place at each of the row's pages: page · G + number; or -1.
+
+
+@as_tree
+@dataclasses.dataclass(frozen=True)
 class RowStates:
   """The state of every row between chunks; built on the host before each chunk."""
 
   tokens: Int[Array | np.ndarray, " R"]  # next token to feed to the model.
   prompt_lengths: Int[Array | np.ndarray, " R"]  # tokens in the prompt's pages.
   pages: Int[Array | np.ndarray, "R W"]  # the prompt's pages.
-  places: Int[Array | np.ndarray, " R"]  # place in the tiles: tile · G + number; -1: in no tile.
-  tile_rows: Int[Array | np.ndarray, "A G"]  # row at each place.
-  tile_pages: Int[Array | np.ndarray, "A W"]  # pages of the tile's prompt.
-  tile_lengths: Int[Array | np.ndarray, " A"]  # tokens in these pages.
+  shared: Any  # which rows attend to which pages together: `Tiles` or `Readers`, by form.
   moves: Int[Array | np.ndarray, "R 2"]  # (from, to) of rows to move in the ring first.
   num_moves: Int[Array | np.ndarray, ""]  # number of valid entries of `moves`.
   step: Int[Array | np.ndarray, ""]  # number of the next step, from which its column follows.

@@ -69,7 +69,7 @@ class SamplerPart:
       completion_tokens=sizes["completion_tokens"],
       long_prompts=rows if sizes["own_prompts"] else -(-rows // sizes["group_size"]),
       token_bytes=of_token,
-      is_cpu=False,
+      form="rows",
       whole_caches=whole_caches,
     )
     own_rows = rows // self.rows if rows % self.rows == 0 else rows

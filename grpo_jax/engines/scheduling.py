@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from grpo_jax.engines import cached_attention, sampler_inputs
+from grpo_jax.engines import sampler_inputs, sharing
 from grpo_jax.engines.base import Generation, GenerationRequest
 from grpo_jax.engines.sampler_inputs import Pieces, PrefillChunk, RowStates
 from grpo_jax.types import FinishReason
@@ -30,6 +30,7 @@ class Slot:
   pages: tuple[int, ...]
   length: int  # number of tokens of the prompt, without its last.
   users: int = 0  # number of rows that continue the prompt.
+  prompt: bytes = b""  # key of the prompt; the slot's own differs if it holds a further copy.
 
 
 @dataclasses.dataclass(slots=True)
@@ -94,17 +95,17 @@ class SamplerSizes:
     return dataclasses.replace(options, pages_at_once=self.at_once or self.table)
 
 
-def unplanned(rows: int, *, is_cpu: bool) -> SamplerSizes:
+def unplanned(rows: int, *, form: str) -> SamplerSizes:
   """Returns sizes that follow the requests.
 
   Args:
     rows: Largest number of completions at the same time.
-    is_cpu: Whether the sampler runs on a CPU, where loops over short blocks are cheap. An
-      accelerator waits for the host in each round, and reads a whole cache in less time.
+    form: Form of the cache. Loops over short blocks of a ring are cheap. In the other form the
+      queries of a page's readers are gathered, so pages are long.
   """
-  if is_cpu:
+  if form == "ring":
     return SamplerSizes(rows, prefill=160, page=64, columns=64)
-  return SamplerSizes(rows, prefill=1024, page=64, columns=64, at_once=None)
+  return SamplerSizes(rows, prefill=1024, page=256, columns=64, at_once=None)
 
 
 def planned(
@@ -114,7 +115,7 @@ def planned(
   completion_tokens: int,
   long_prompts: int,
   token_bytes: int,
-  is_cpu: bool,
+  form: str,
   whole_caches: bool = False,
 ) -> SamplerSizes:
   """Returns sizes for all requests within the limits, with caches of at most 4 GiB each.
@@ -129,20 +130,18 @@ def planned(
     long_prompts: Number of prompts of the largest length that find room at the same time; others
       wait. There is at least one page for each row.
     token_bytes: Bytes of the keys and values of a token.
-    is_cpu: Whether the sampler runs on a CPU; see `unplanned`.
+    form: Form of the cache; see `unplanned`.
     whole_caches: Whether caches may be larger than that, because their memory was counted before.
   """
-  sizes, most = unplanned(rows, is_cpu=is_cpu), None if whole_caches else _CACHE_BYTES
-  page = min(sizes.page, -(-max(prompt_tokens - 1, 1) // 16) * 16)
+  sizes, step = unplanned(rows, form=form), 16 if form == "ring" else 64
+  page = min(sizes.page, -(-max(prompt_tokens - 1, 1) // step) * step)
   table = -(-max(prompt_tokens - 1, 1) // page)
-  longest = completion_tokens
-  if most is not None:
-    longest = min(longest, max(most // (rows * token_bytes), sizes.columns))
-  columns = -(-longest // 16) * 16
-  columns = min(sizes.columns, columns) if is_cpu else columns
-  pages = max(long_prompts * table, rows)
-  if most is not None:
-    pages = min(pages, most // (page * token_bytes))
+  longest, pages = completion_tokens, max(long_prompts * table, rows)
+  if not whole_caches:
+    longest = min(longest, max(_CACHE_BYTES // (rows * token_bytes), sizes.columns))
+    pages = min(pages, _CACHE_BYTES // (page * token_bytes))
+  columns = -(-longest // step) * step
+  columns = min(sizes.columns, columns) if form == "ring" else columns
   return dataclasses.replace(
     sizes,
     page=page,
@@ -168,8 +167,34 @@ def regrown(before: int, after: int, newest: int) -> Int[np.ndarray, " after"]:
   return places
 
 
-def prompt_key(request: GenerationRequest) -> bytes:
-  return np.asarray(request.prompt_ids, np.int64).tobytes()
+def prompt_key(request: GenerationRequest, *, copy: int = 0) -> bytes:
+  """Returns what identifies a prompt's pages.
+
+  Args:
+    request: Any request with the prompt.
+    copy: Number of the copy of the prompt; there are several where pages have few readers.
+  """
+  ids = np.asarray(request.prompt_ids, np.int64)
+  # -1 is not a token id.
+  return np.concatenate([ids, np.full(copy, -1)]).tobytes() if copy else ids.tobytes()
+
+
+def options_for(
+  active: Sequence[RunningCompletion], options: sampler_inputs.ProgramOptions
+) -> sampler_inputs.ProgramOptions:
+  """Returns the options of the decode program for these completions.
+
+  On an accelerator the host decides whether filters are computed; see `ProgramOptions.has_filters`.
+  """
+  if options.form == "ring":
+    return options
+  return dataclasses.replace(options, has_filters=any(_is_truncated(c.request) for c in active))
+
+
+def _is_truncated(request: GenerationRequest) -> bool:
+  sampling = request.sampling
+  has_filters = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+  return has_filters and sampling.temperature > 0
 
 
 def grouped_by_prompt(requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
@@ -224,6 +249,9 @@ def make_rows(
   *,
   group: int,
   table: int,
+  page: int = 1,
+  pages: int = 0,
+  form: str = "ring",
   moves: Sequence[tuple[int, int]] = (),
   step: int = 0,
 ) -> RowStates:
@@ -233,20 +261,21 @@ def make_rows(
     active: Completions that have a row, and a prompt in the pages.
     count: Number of rows.
     prompts: Pages of the prompts, by `RunningCompletion.key`.
-    group: Rows of a tile.
+    group: Rows that share a prompt.
     table: Pages of the longest prompt.
-    moves: Rows to move in the ring first, as (from, to).
+    page: Tokens of a page.
+    pages: Number of pages.
+    form: Form of the cache.
+    moves: Rows to move first, as (from, to).
     step: Number of the next decode step.
   """
-  tiles = cached_attention.max_tiles(count, group)
+  slots = {key: (slot.pages, slot.length) for key, slot in prompts.items()}
+  sizes = {"count": count, "group": group, "table": table, "page": page, "pages": pages}
   rows = RowStates(
     tokens=np.zeros(count, np.int32),
     prompt_lengths=np.zeros(count, np.int32),
     pages=np.zeros((count, table), np.int32),
-    places=np.full(count, -1, np.int32),
-    tile_rows=np.zeros((tiles, group), np.int32),
-    tile_pages=np.zeros((tiles, table), np.int32),
-    tile_lengths=np.zeros(tiles, np.int32),
+    shared=sharing.of_rows(form, [(c.key, c.row) for c in active], slots, **sizes),
     moves=np.zeros((count, 2), np.int32),
     num_moves=np.asarray(len(moves), np.int32),
     step=np.asarray(step, np.int32),
@@ -277,29 +306,7 @@ def make_rows(
     rows.reports_truncated[row] = sampling.reports_truncated
     stop_ids = sampling.stop_ids[:_STOP_IDS]
     rows.stop_ids[row, : len(stop_ids)] = stop_ids
-  for tile, members in enumerate(tiles_of(active, group)):
-    slot = prompts[members[0].key]
-    rows.tile_pages[tile, : len(slot.pages)] = slot.pages
-    rows.tile_lengths[tile] = slot.length
-    for number, completion in enumerate(members):
-      rows.places[completion.row] = tile * group + number
-      rows.tile_rows[tile, number] = completion.row
   return rows
-
-
-def tiles_of(active: Sequence[RunningCompletion], group: int) -> list[list[RunningCompletion]]:
-  """Returns the completions that share their prompts, at most `group` in a tile, at least two."""
-  if group == 1:
-    return []
-  sharing: dict[bytes, list[RunningCompletion]] = {}
-  for completion in active:
-    sharing.setdefault(completion.key, []).append(completion)
-  tiles = [
-    members[start : start + group]
-    for members in sharing.values()
-    for start in range(0, len(members), group)
-  ]
-  return [tile for tile in tiles if len(tile) > 1]
 
 
 def make_chunks(

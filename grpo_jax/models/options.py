@@ -95,8 +95,8 @@ class ModelOptions:
   )
   attention: str | None = option(
     None,
-    'attention of rows of tokens: "xla_blocked" or "reference"; None: chosen automatically.'
-    " Decoding, one token at a time over a cache, is another computation and has no choice",
+    'attention of rows of tokens: "mosaic_gpu", "pallas_tpu", "xla_blocked" or "reference"; None:'
+    " chosen automatically. The last two also leave out the kernel of decode steps",
   )
   # What was used in place of `path`; a run records it: asked, taken and reason.
   fallback_taken: Mapping[str, str] | None = None

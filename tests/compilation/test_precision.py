@@ -19,7 +19,15 @@ from grpo_jax.batching import packing
 from grpo_jax.building import run as building
 from grpo_jax.compilation import precision
 from grpo_jax.config import run_options
-from grpo_jax.engines import decoding, kv_cache, probe, sampler_weights, scheduling, sglang_servers
+from grpo_jax.engines import (
+  decoding,
+  kv_cache,
+  probe,
+  ring_cache,
+  sampler_weights,
+  scheduling,
+  sglang_servers,
+)
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.learn import optim, scoring, token_scores, train_step
 from grpo_jax.models import classifier
@@ -118,7 +126,7 @@ def programs(compute_dtype, name, *, one_sweep):
   yield "watcher", watch, (params, data)
   options = JaxSampler(config, compute_dtype=compute_dtype, matmul_precision=name)._options
   weights = sampler_weights.split_layers(params, options)
-  pages, ring = kv_cache.empty_pages(2, 32, options), kv_cache.empty_ring(1, 2, 32, options)
+  pages, ring = kv_cache.empty_pages(2, 32, options), ring_cache.empty(1, 2, 32, options)
   prompt = (np.zeros(8, np.int32), scheduling.Slot((0,), 8))
   chunk = next(scheduling.make_chunks([prompt], tokens=8, page=32, pages=2, table=1))
   prefill = jax.jit(lambda *a: decoding.prefill(*a, options))

@@ -1,5 +1,6 @@
 """What the programs of the embedded sampler take, as shapes: for tests that read programs."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +34,7 @@ class Described(NamedTuple):
 
 
 def described(
-  config: ModelConfig, params: Any, *, rows: int, sizes: SamplerSizes, dtype: str = "float32"
+  config: ModelConfig, params: Any, *, rows: int, sizes: SamplerSizes, dtype="float32", form="ring"
 ) -> Described:
   """Returns the arguments of the programs for a number of rows.
 
@@ -43,12 +44,15 @@ def described(
     rows: Number of rows of the decode program.
     sizes: Sizes of the caches.
     dtype: Dtype of the products.
+    form: Form of the cache.
   """
-  options = sampler_inputs.ProgramOptions(config, Products(dtype), chunk=4, group=4)
+  options = sampler_inputs.ProgramOptions(config, Products(dtype), chunk=4, group=4, form=form)
+  if form == "rows":
+    options = dataclasses.replace(options, has_filters=False)
   options = sizes.applied(weight_sync._with_sharding(options, params))
   weights = sampler_weights.described(params, options)
   ring = continuous_batching._described(
-    continuous_batching._empty_ring, sizes.blocks, sizes.rows, sizes.columns, options
+    continuous_batching._empty_own, sizes.blocks, sizes.rows, sizes.columns, options
   )
   pages = continuous_batching._described(
     continuous_batching._empty_pages, sizes.pages, sizes.page, options
@@ -56,7 +60,7 @@ def described(
   layout = {"page": sizes.page, "pages": sizes.pages, "table": sizes.table}
   prompt = [(np.zeros(1, np.int32), Slot(pages=(0,), length=1))]
   chunk = next(scheduling.make_chunks(prompt, **layout, tokens=sizes.prefill))
-  of_rows = scheduling.make_rows([], rows, {}, group=options.group, table=sizes.table)
+  of_rows = scheduling.make_rows([], rows, {}, **continuous_batching._row_layout(options, sizes))
   state, leave_at = jax.tree.map(np.asarray, of_rows), np.int32(0)
   return Described(
     (weights, pages, abstract(chunk)),

@@ -13,10 +13,11 @@ from grpo_jax.engines.options import USUAL_ROWS
 def planned(config):
   sizes = run_options.sampler_sizes(typed(config))
   rows = sizes.pop("max_rows")
+  assert sizes.pop("has_filters") in (True, False)
   group, long_prompts = sizes.pop("group_size"), sizes.pop("long_prompts")
   of_groups = -(-rows // group)
   return scheduling.planned(
-    rows, **sizes, long_prompts=long_prompts or of_groups, token_bytes=46080, is_cpu=True
+    rows, **sizes, long_prompts=long_prompts or of_groups, token_bytes=46080, form="ring"
   )
 
 
@@ -55,13 +56,13 @@ def test_evaluations_and_conversations_are_planned_for():
   assert sizes["prompt_tokens"] == 999 and sizes["long_prompts"] == sizes["max_rows"]
 
 
-@pytest.mark.parametrize("is_cpu", [True, False])
-def test_caches_are_planned_within_four_gib_and_hold_the_longest_prompt(is_cpu):
+@pytest.mark.parametrize("form", ["ring", "rows"])
+def test_caches_are_planned_within_four_gib_and_hold_the_longest_prompt(form):
   limits = {"prompt_tokens": 3000, "completion_tokens": 5000, "long_prompts": 64}
-  small = scheduling.planned(64, **limits, token_bytes=256, is_cpu=is_cpu)
+  small = scheduling.planned(64, **limits, token_bytes=256, form=form)
   assert small.blocks * small.columns >= 5000 and small.pages == 64 * small.table
-  large = scheduling.planned(64, **limits, token_bytes=46080, is_cpu=is_cpu)
+  large = scheduling.planned(64, **limits, token_bytes=46080, form=form)
   assert large.rows * large.blocks * large.columns * 46080 <= 4.2 * 2**30
   assert large.pages * large.page * 46080 <= 4 * 2**30
-  huge = scheduling.planned(64, **limits, token_bytes=1 << 26, is_cpu=is_cpu)
+  huge = scheduling.planned(64, **limits, token_bytes=1 << 26, form=form)
   assert huge.pages == huge.table and huge.table * huge.page >= 2999

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from grpo_jax.engines import kv_cache, sampler_inputs, sampler_memory, scheduling
+from grpo_jax.engines import kv_cache, row_cache, sampler_inputs, sampler_memory, scheduling
 from grpo_jax.engines.options import USUAL_ROWS
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
@@ -28,10 +28,10 @@ def test_caches_take_what_the_arrays_of_the_planned_sizes_take():
     completion_tokens=300,
     long_prompts=16,
     token_bytes=kv_cache.token_bytes(options),
-    is_cpu=False,
+    form="rows",
   )
   empty = lambda: (
-    kv_cache.empty_ring(sizes.blocks, sizes.rows, sizes.columns, options),
+    row_cache.empty(sizes.blocks, sizes.rows, sizes.columns, options),
     kv_cache.empty_pages(sizes.pages, sizes.page, options),
   )
   found = part().of(128, whole_caches=True)
@@ -56,7 +56,7 @@ def test_all_rows_that_are_wanted_if_they_fit_else_a_power_of_two(wanted):
 
 def test_whole_caches_are_not_bounded_by_four_gib():
   limits = {"prompt_tokens": 3000, "completion_tokens": 5000, "long_prompts": 64}
-  settings = {**limits, "token_bytes": 46080, "is_cpu": False}
+  settings = {**limits, "token_bytes": 46080, "form": "rows"}
   whole = scheduling.planned(512, **settings, whole_caches=True)
   assert whole.blocks * whole.columns >= 5000 and whole.pages == 64 * whole.table
   bounded = scheduling.planned(512, **settings)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grpo_kernels.implementations import assumed_chip
 
 from grpo_jax.engines import (
   continuous_batching,
@@ -31,13 +32,15 @@ MESHES = [
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=lambda shape: "x".join(map(str, shape.values())))
+@pytest.mark.parametrize("form", ["ring", "rows"])
 @pytest.mark.long
-def test_split_parameters_sample_the_tokens_of_one_device(shape):
+def test_split_parameters_sample_the_tokens_of_one_device(form, shape):
   model_config = tiny.config(vocab_size=64)
   tree = tiny.params(model_config)
   mesh = sharding.make_mesh(**shape)
   placement = sharding.param_shardings(transformer.logical_axes(model_config), mesh, shapes=tree)
-  split = JaxSampler(model_config, max_rows=8, chunk_tokens=4)
+  with assumed_chip(tiny.CHIPS[form]):
+    split = JaxSampler(model_config, max_rows=8, chunk_tokens=4)
   split.load_weights(jax.device_put(tree, placement), version=1)
   whole = JaxSampler(model_config, max_rows=8, chunk_tokens=4)
   whole.load_weights(tree, version=1)
@@ -97,7 +100,7 @@ SIZES = scheduling.SamplerSizes(
 )
 
 
-def decode_on(shape, **sizes):
+def decode_on(shape, form, **sizes):
   """Returns the collectives of a decode step, and the config of the model."""
   model_config = dataclasses.replace(tiny.config(vocab_size=1000), **WIDE, **sizes)
   mesh = sharding.make_mesh(**shape)
@@ -106,7 +109,7 @@ def decode_on(shape, **sizes):
   lies = sharding.param_shardings(axes, mesh, shapes=shapes)
   place = lambda x, at: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=at)
   tree = jax.tree.map(place, shapes, lies)
-  given = described.described(model_config, tree, rows=16, sizes=SIZES)
+  given = described.described(model_config, tree, rows=16, sizes=SIZES, form=form)
   program = continuous_batching._decode.lower(*given.decode, options=given.options).compile()
   return hlo_collectives.collectives(program.as_text(), devices=8), model_config
 
@@ -120,8 +123,10 @@ OF_DECODE = [
 
 
 def is_of_rows(shape, model_config):
-  """Says whether an array holds numbers of the rows, or one row of the ring, and no more."""
+  """Says whether an array holds numbers of the rows, or one row of the cache, and no more."""
   if math.prod(shape) == 1 or (len(shape) == 5 and shape[1] == 1):
+    return True
+  if len(shape) == 4 and shape[0] == 1:
     return True
   rows = max((n for n in shape if n in (16, 8, 4, 2)), default=0)  # no width of the model.
   return rows > 0 and math.prod(shape) <= rows * max(model_config.intermediate_size, *shape)
@@ -129,8 +134,9 @@ def is_of_rows(shape, model_config):
 
 @pytest.mark.long
 @pytest.mark.parametrize("shape", OF_DECODE, ids=lambda shape: "x".join(map(str, shape.values())))
-def test_in_a_decode_step_rows_move_and_neither_weights_nor_caches(shape):
-  found, model_config = decode_on(shape)
+@pytest.mark.parametrize("form", ["ring", "rows"])
+def test_in_a_decode_step_rows_move_and_neither_weights_nor_caches(form, shape):
+  found, model_config = decode_on(shape, form)
   # As they are made for a layer: partial sums of all rows, over the axis that splits the weight.
   sums = [one for one in found if one.kind == "all-reduce" and "dot_general" in one.source]
   assert len(sums) >= 2 * model_config.num_layers

@@ -74,12 +74,13 @@ def test_rows_of_one_prompt_form_tiles_and_others_do_not():
     scheduling.RunningCompletion(tiny.request(row, [1, 2]), None, key.encode(), row=row)
     for row, key in enumerate("abaabaa")
   ]
-  rows = scheduling.make_rows(active, 8, slots, group=4, table=1)
+  tiles = scheduling.make_rows(active, 8, slots, group=4, table=1).shared
   # Of the five rows of "a" four fill a tile; the fifth is alone; "b" has two.
-  assert rows.places.tolist() == [0, 4, 1, 2, 5, 3, -1, -1]
-  assert rows.tile_rows[:2].tolist() == [[0, 2, 3, 5], [1, 4, 0, 0]]
-  assert rows.tile_pages[:2, 0].tolist() == [3, 5] and rows.tile_lengths.tolist() == [1, 1, 0, 0]
-  assert scheduling.make_rows(active, 8, slots, group=1, table=1).places.tolist() == [-1] * 8
+  assert tiles.places.tolist() == [0, 4, 1, 2, 5, 3, -1, -1]
+  assert tiles.rows[:2].tolist() == [[0, 2, 3, 5], [1, 4, 0, 0]]
+  assert tiles.pages[:2, 0].tolist() == [3, 5] and tiles.lengths.tolist() == [1, 1, 0, 0]
+  alone = scheduling.make_rows(active, 8, slots, group=1, table=1)
+  assert alone.shared.places.tolist() == [-1] * 8
 
 
 def test_a_longer_ring_holds_every_block_of_the_shorter_at_its_step():

@@ -44,8 +44,9 @@ def weights(count, model_config=CONFIG):
   return [tiny.params(model_config, seed) for seed in range(count)]
 
 
+@pytest.mark.parametrize("form", ["ring", "rows"])
 @pytest.mark.long
-def test_every_token_has_the_logprob_of_its_version():
+def test_every_token_has_the_logprob_of_its_version(form):
   """200 completions of prompts of one token, of one page and of several; five updates.
 
   Two of the updates come one chunk after the other.
@@ -53,7 +54,7 @@ def test_every_token_has_the_logprob_of_its_version():
   requests = requests_of((1, 2, 70, 130, 5, 64, 65, 30, 3, 100), 20)
   model_config = tiny.config(num_layers=2)
   trees = weights(6, model_config)
-  engine = sampler(model_config)
+  engine = sampler(model_config, form=form)
   generations = updates.run(engine, requests, trees[1:], (3, 40, 41, 90, 140))
   assert len(generations) == 200
   wanted = updates.trainer_logprobs(model_config, trees, requests, generations)

@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from grpo_kernels.implementations import Chip, assumed_chip
 
 from grpo_jax.engines.base import GenerationRequest, SamplingParams
 from grpo_jax.engines.jax_sampler import JaxSampler
@@ -48,10 +49,15 @@ def params(model_config, seed=0):
   return jax.tree.unflatten(structure, [x + n for x, n in zip(leaves, noise, strict=True)])
 
 
-def sampler(model_config=None, *, version=1, seed=0, **settings):
-  """Returns a sampler with random weights."""
+# A chip of each form of the sampler's cache.
+CHIPS = {"ring": Chip("cpu", "cpu", ""), "rows": Chip("gpu", "a test's", "")}
+
+
+def sampler(model_config=None, *, version=1, seed=0, form="ring", **settings):
+  """Returns a sampler with random weights, and the cache of CPUs or that of accelerators."""
   model_config = model_config or config()
-  engine = JaxSampler(model_config, **{"max_rows": 8, "chunk_tokens": 4, **settings})
+  with assumed_chip(CHIPS[form]):
+    engine = JaxSampler(model_config, **{"max_rows": 8, "chunk_tokens": 4, **settings})
   engine.load_weights(params(model_config, seed), version=version)
   return engine
 

@@ -6,6 +6,8 @@ import os
 import re
 
 import aot
+import decode_step
+import hlo_kernels
 import pytest
 from aot import TARGET, on_h100
 
@@ -162,3 +164,38 @@ def test_no_gradient_of_a_frozen_head_exists(machine, is_tied, tmp_path):
     found = computed(update(), shapes)
     print(machine, sorted(found))
     assert found, "the gradient of a trained head would be seen"
+
+
+@on_h100
+def test_a_decode_step_on_an_h100_has_few_kernels_and_asks_the_host_nothing():
+  """64 rows of Qwen2.5-1.5B in groups of 16, prompts of 512 tokens, 256 of 512 tokens sampled."""
+  found = [decode_step.compiled("h100:1", 64, layers) for layers in (1, 2)]
+  turns = [hlo_kernels.main_loop(one.hlo, apart=one.caches) for one in found]
+  of_layer = hlo_kernels.Turn(*(two - one for one, two in zip(*turns, strict=True)))
+  nbytes = turns[0].nbytes + (decode_step.LAYERS - 1) * of_layer.nbytes
+  weights, cached = decode_step.needed_bytes(64, live=decode_step.COMPLETION // 2)
+  # The kernel reads each row's own tokens, and each prompt once for its rows.
+  ratio = (nbytes + cached) / (weights + cached)
+  print(f"a layer {of_layer}, one layer and the head {turns[0]}: {ratio:.2f} of the needed bytes")
+  assert "decode_attention" in found[0].hlo
+  assert [one.waits for one in turns] == [0, 0]
+  assert of_layer.kernels <= 12 and turns[0].kernels - of_layer.kernels <= 32
+  assert ratio <= 1.5
+  # Logits take 37 MiB, and a copy of the keys and values of a layer would take 32.
+  assert found[1].temporary_bytes < 2**26
+
+
+@on_h100
+@pytest.mark.parametrize("has_filters", [False, True])
+def test_without_the_kernel_a_decode_step_asks_the_host_nothing_either(has_filters):
+  options = {"dtype": "float32", "has_filters": has_filters}
+  turn = hlo_kernels.main_loop(decode_step.compiled("h100:1", 16, 1, **options).hlo)
+  print(turn)
+  assert turn.waits == 0
+
+
+@on_h100
+def test_the_cache_of_cpus_would_make_an_h100_wait_in_every_layer():
+  """What the two tests above would see if an accelerator had the other form."""
+  one = decode_step.compiled("h100:1", 16, 1, form="ring", has_filters=None)
+  assert hlo_kernels.main_loop(one.hlo).waits >= 4

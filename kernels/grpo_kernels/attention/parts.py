@@ -78,6 +78,17 @@ def joined(one: Partial, other: Partial) -> Partial:
   return Partial(highest, total, one.mixed * a[..., None] + other.mixed * b[..., None])
 
 
+def joined_along(found: Partial, axis: int) -> Partial:
+  """Returns the softmax over the keys of all entries of an axis."""
+  highest = jnp.max(found.highest, axis=axis, keepdims=True)
+  scale = jnp.exp(found.highest - highest)
+  return Partial(
+    jnp.squeeze(highest, axis),
+    jnp.sum(found.total * scale, axis=axis),
+    jnp.sum(found.mixed * scale[..., None], axis=axis),
+  )
+
+
 def nothing(queries: Float[Array, "... E"]) -> Partial:
   """Returns the softmax of queries over no keys."""
   zeros = jnp.zeros(queries.shape, jnp.float32)

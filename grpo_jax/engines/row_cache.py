@@ -1,0 +1,217 @@
+"""The form of the cache for accelerators: rows have columns, pages have readers. Pure.
+
+* Token number j of a row is in column j of the row, keys and values [R K C E].
+* A page belongs to one prompt and has at most G readers, so one product of all pages where they lie
+  with the queries of their readers is attention to the prompts. More rows of a prompt get a copy of
+  its pages.
+
+No loop depends on data: the host would be asked before each round. `cache_forms` says what each
+function is for, and `kv_cache` has the letters of sizes.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from grpo_kernels import decode_attention
+from grpo_kernels.attention import parts
+from grpo_kernels.attention.parts import Partial
+from grpo_kernels.implementations import current_chip
+from jaxtyping import Array, Float, Int
+
+from grpo_jax.engines import cached_attention, kv_cache
+from grpo_jax.engines.kv_cache import Cache
+from grpo_jax.engines.sampler_inputs import Pieces, ProgramOptions, Readers, RowStates
+
+# Columns that are read at once when many tokens attend to them.
+_COLUMNS_AT_ONCE = 1024
+
+
+def empty(blocks: int, rows: int, length: int, options: ProgramOptions) -> Cache:
+  """Returns zeros [R K C E] for `rows` rows of `blocks` times `length` columns."""
+  config, dtype = options.config, options.products.compute_dtype
+  shape = (rows, config.num_kv_heads, blocks * length, config.head_dim)
+  make = lambda: kv_cache.placed(jnp.zeros(shape, dtype), options, row_axis=0)
+  return [(make(), make()) for _ in range(config.num_layers)]
+
+
+def grown(own: Cache, places: Int[Array, " M"], columns: int, options: ProgramOptions) -> Cache:
+  """Returns a cache of as many blocks of columns as there are places; the first stay."""
+  room = len(places) * columns - own[0][0].shape[2]
+  pad = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, room), (0, 0)))
+  return jax.tree.map(lambda x: kv_cache.placed(pad(x), options, row_axis=0), own)
+
+
+def moved(own: Cache, rows: RowStates) -> Cache:
+  """Moves rows, one after another."""
+  return kv_cache.moved(own, rows, row_axis=0)
+
+
+def attend(
+  asked: Float[Array, "R K r E"],
+  key: Float[Array, "R K E"],
+  value: Float[Array, "R K E"],
+  own: tuple[Array, Array],
+  pages: tuple[Array, Array],
+  rows: RowStates,
+  at: tuple[Int[Array, ""], Int[Array, " R"]],
+  window: int | None,
+  options: ProgramOptions,
+) -> tuple[Float[Array, "R K r E"], tuple[Array, Array]]:
+  """Writes a token of every row; attends to its prompt and to its own tokens, this one included."""
+  prompts = jnp.asarray(rows.prompt_lengths)
+  # A row that has ended may be full; what it writes is never read.
+  lengths = jnp.minimum(at[1], own[0].shape[2] - 1)
+  first = cached_attention.first_seen(prompts + lengths, window)
+  if kernel := _kernel(asked, own, pages, options):
+    begin = jnp.zeros_like(lengths) if first is None else first
+    asked, key, value = (x.astype(own[0].dtype) for x in (asked, key, value))
+    tables = jnp.asarray(rows.pages)
+    return kernel.attend(asked, (key, value), own, pages, tables, prompts, lengths, begin)
+  own = append(own, key, value, lengths, options)
+  of_own = over_columns(asked, own, lengths, window, options)
+  of_prompts = over_prompts(asked, pages, rows.shared, first, options)
+  found = parts.joined(of_own, of_prompts)
+  return found.mixed / found.total[..., None], own
+
+
+def _kernel(
+  asked: Array, own: tuple[Array, Array], pages: tuple[Array, Array], options: ProgramOptions
+) -> Any:
+  """Returns the kernel of this chip for these arrays; None: the products below are used."""
+  if options.mesh is not None:
+    return None
+  _, _, queries, width = asked.shape
+  tokens = pages[0].shape[2], own[0].shape[2]
+  dtype = options.products.compute_dtype
+  sizes = {"width": width, "queries": queries, "tokens": tokens}
+  return decode_attention.kernel(options.attention.implementation, current_chip(), dtype, **sizes)
+
+
+def append(
+  own: tuple[Array, Array],
+  key: Float[Array, "R K E"],
+  value: Float[Array, "R K E"],
+  lengths: Int[Array, " R"],
+  options: ProgramOptions,
+) -> tuple[Array, Array]:
+  """Writes one token of every row into the column after its last."""
+  count, settings = key.shape[0], {"unique_indices": True, "indices_are_sorted": True}
+
+  def put(to, new):
+    to = to.at[jnp.arange(count), :, lengths]
+    to = to.set(new.astype(own[0].dtype), mode="promise_in_bounds", **settings)
+    return kv_cache.placed(to, options, row_axis=0)
+
+  return put(own[0], key), put(own[1], value)
+
+
+def over_columns(
+  asked: Float[Array, "R K r E"],
+  own: tuple[Array, Array],
+  lengths: Int[Array, " R"],
+  window: int | None,
+  options: ProgramOptions,
+) -> Partial:
+  """Attends to the first `lengths` + 1 columns of each row; with a window, to the last of these."""
+  keys, values = (x[: asked.shape[0]] for x in own)
+  contract, column = options.products.contract, jnp.arange(keys.shape[2])
+  allowed = column[None] <= lengths[:, None]
+  if window is not None:
+    allowed = allowed & (column[None] > lengths[:, None] - window)
+  scores = contract("rkme,rkce->rkmc", asked, keys)
+  mix = lambda weights: contract("rkmc,rkce->rkme", weights, values)
+  return parts.softmax(scores, allowed[:, None, None], mix, options.products)
+
+
+def over_prompts(
+  asked: Float[Array, "R K r E"],
+  pages: tuple[Array, Array],
+  readers: Readers,
+  first: Int[Array, " R"] | None,
+  options: ProgramOptions,
+) -> Partial:
+  """Attends to the prompts of all rows: every page with the queries of its readers.
+
+  Args:
+    asked: Scaled queries, r for each key/value head.
+    pages: Pages of a layer, [N K T E].
+    readers: The rows that read each page.
+    first: First position that each row sees; None: all.
+    options: Options of the program; static.
+  """
+  keys, values = pages
+  _, kv_heads, repeats, width = asked.shape
+  rows, contract = jnp.asarray(readers.rows), options.products.contract
+  count, group = rows.shape
+  asked = kv_cache.placed(asked, options)  # on a mesh all rows move, and not each for each page.
+  tiled = jnp.take(asked, rows, axis=0).transpose(0, 2, 1, 3, 4)
+  tiled = tiled.reshape(count, kv_heads, group * repeats, width)
+  place = jnp.arange(keys.shape[2])
+  allowed = (place[None] < jnp.asarray(readers.lengths)[:, None])[:, None, None]
+  if first is not None:
+    seen = jnp.repeat(jnp.take(first, rows), repeats, axis=1)
+    position = jnp.asarray(readers.starts)[:, None] + place[None]
+    allowed = allowed & (position[:, None, None] >= seen[:, None, :, None])
+  scores = contract("nkme,nkte->nkmt", tiled, keys)
+  mix = lambda weights: contract("nkmt,nkte->nkme", weights, values)
+  found = parts.softmax(scores, allowed, mix, options.products)
+  places = jnp.asarray(readers.places)
+
+  def by_row(x):
+    """[N K G·r ...] → [R W K r ...]."""
+    x = x.reshape(count, kv_heads, group, repeats, *x.shape[3:]).swapaxes(1, 2)
+    x = x.reshape(count * group, kv_heads, repeats, *x.shape[4:])
+    return jnp.take(x, jnp.maximum(places, 0), axis=0)
+
+  is_read = (places >= 0)[:, :, None, None]
+  return parts.joined_along(parts.only_where(is_read, jax.tree.map(by_row, found)), axis=1)
+
+
+def write_again(
+  own: tuple[Array, Array], k: Array, v: Array, pieces: Pieces, options: ProgramOptions
+) -> tuple[Array, Array]:
+  """Writes the keys and values [n K E] of pieces into the columns of their tokens."""
+  columns, rows = own[0].shape[2], jnp.asarray(pieces.rows)
+  each = lambda x: jnp.repeat(jnp.asarray(x), len(pieces.tokens) // len(rows))
+  number = jnp.asarray(pieces.positions) - each(pieces.prompt_lengths)
+  # A token of padding goes to a column that does not exist.
+  column = jnp.where(jnp.asarray(pieces.steps) < 0, columns, number)
+
+  def put(to, new):
+    to = to.at[each(rows), :, column].set(new.astype(to.dtype), mode="drop")
+    return kv_cache.placed(to, options, row_axis=0)
+
+  return put(own[0], k), put(own[1], v)
+
+
+def over_past(
+  asked: Float[Array, "S K m E"],
+  found: Partial,
+  own: tuple[Array, Array],
+  pieces: Pieces,
+  first: Int[Array, "S m"] | None,
+  options: ProgramOptions,
+) -> Partial:
+  """Adds attention to the first `past` tokens of each piece's row.
+
+  Queries see these tokens from number `first` on; None: all.
+  """
+  columns, contract = own[0].shape[2], options.products.contract
+  width = cached_attention.divisor(columns, at_most=_COLUMNS_AT_ONCE)
+  rows, past = jnp.asarray(pieces.rows), jnp.asarray(pieces.past)
+
+  def add_some(i, found):
+    of_rows = functools.partial(jnp.take, indices=rows, axis=0)
+    keys, values = (of_rows(jax.lax.dynamic_slice_in_dim(x, i * width, width, axis=2)) for x in own)
+    number = i * width + jnp.arange(width)
+    allowed = (number[None] < past[:, None])[:, None, None]
+    if first is not None:
+      allowed = allowed & (number >= first[:, None, :, None])
+    scores = contract("bkme,bkce->bkmc", asked, keys)
+    mask = jnp.broadcast_to(allowed, scores.shape)
+    mix = lambda weights: contract("bkmc,bkce->bkme", weights, values)
+    return parts.joined(found, parts.softmax(scores, mask, mix, options.products))
+
+  return jax.lax.fori_loop(0, columns // width, add_some, found)

@@ -1,0 +1,101 @@
+"""The sampler's decode program at the sizes of a real model, described for a machine not here."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from grpo_kernels.implementations import assumed_chip, chip_of
+
+from grpo_jax.compilation.programs import abstract
+from grpo_jax.engines import (
+  cache_forms,
+  continuous_batching,
+  kv_cache,
+  sampler_inputs,
+  sampler_weights,
+  scheduling,
+)
+from grpo_jax.models import leaves
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.products import Products
+from grpo_plan import topologies
+
+PROMPT, COMPLETION, GROUP = 512, 512, 16  # tokens; completions of a prompt.
+LAYERS = 28
+
+
+def config_of(layers: int) -> ModelConfig:
+  """Returns Qwen2.5-1.5B with some of its layers."""
+  sizes = {"vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960}
+  heads = {"num_heads": 12, "num_kv_heads": 2, "head_dim": 128}
+  switches = {"tie_embeddings": True, "qkv_bias": True, "max_position_embeddings": 4096}
+  return ModelConfig(family="qwen2", num_layers=layers, **sizes, **heads, **switches)
+
+
+def needed_bytes(rows: int, *, live: int) -> tuple[int, int]:
+  """Returns the bytes that a step has to read, in bfloat16: of weights, of keys and values.
+
+  Args:
+    rows: Rows, in whole groups.
+    live: Tokens that each row has sampled.
+  """
+  config = config_of(LAYERS)
+  width, heads = config.hidden_size, config.num_heads + 2 * config.num_kv_heads
+  of_layer = width * config.head_dim * (heads + config.num_heads)
+  of_layer += 3 * width * config.intermediate_size
+  of_token = 2 * LAYERS * config.num_kv_heads * config.head_dim
+  tokens = rows * live + rows // GROUP * PROMPT
+  return 2 * (LAYERS * of_layer + config.vocab_size * width), 2 * of_token * tokens
+
+
+class Compiled(NamedTuple):
+  """A decode program; shapes of the caches of a layer, and bytes of a token's keys and values."""
+
+  hlo: str
+  temporary_bytes: int
+  caches: frozenset[tuple[int, ...]]
+  token_bytes: int
+
+
+def compiled(machine: str, rows: int, layers: int, dtype: str = "bfloat16", **changed: Any):
+  """Compiles the decode program of a number of rows; returns a `Compiled`.
+
+  Args:
+    machine: Name of a machine with one device, as `grpo-jax plan` takes it.
+    rows: Number of rows.
+    layers: Number of layers.
+    dtype: Dtype of products, kernels and caches.
+    **changed: Options of the program that differ from those of a sampler without filters.
+  """
+  device = topologies.devices(topologies.parse(machine))[0]
+  place = jax.sharding.SingleDeviceSharding(device)
+  put = lambda tree: jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree
+  )
+  with assumed_chip(chip_of(device)), jax.default_device(device):
+    config, settings = config_of(layers), {"form": "rows", "has_filters": False, **changed}
+    options = sampler_inputs.ProgramOptions(config, Products(dtype), 16, group=GROUP, **settings)
+    sizes = scheduling.planned(
+      rows,
+      prompt_tokens=PROMPT + 1,
+      completion_tokens=COMPLETION,
+      long_prompts=-(-rows // GROUP),
+      token_bytes=kv_cache.token_bytes(dataclasses.replace(options, config=config_of(LAYERS))),
+      form=options.form,
+    )
+    options = sizes.applied(options)
+    of_leaf = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype))
+    params = jax.tree.map(of_leaf, leaves.tree(config))
+    weights = jax.eval_shape(lambda params: sampler_weights.split_layers(params, options), params)
+    form = cache_forms.of(options)
+    make = lambda: form.empty(sizes.blocks, sizes.rows, sizes.columns, options)
+    own = jax.eval_shape(make)
+    pages = jax.eval_shape(lambda: kv_cache.empty_pages(sizes.pages, sizes.page, options))
+    state = scheduling.make_rows([], rows, {}, **continuous_batching._row_layout(options, sizes))
+    given = [weights, pages, own, abstract(state), abstract(np.int32(0))]
+    made = continuous_batching._decode.lower(*map(put, given), options=options).compile()
+  caches = frozenset(x.shape for x in jax.tree.leaves([own, pages]))
+  temporary = made.memory_analysis().temp_size_in_bytes
+  return Compiled(made.as_text() or "", temporary, caches, kv_cache.token_bytes(options))
