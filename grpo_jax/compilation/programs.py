@@ -13,6 +13,7 @@ A call whose arguments fit no executable compiles as with `jax.jit`.
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -31,6 +32,11 @@ class CompilationError(ExpectedFailure, RuntimeError):
 
 class OutOfMemory(CompilationError, MemoryError):
   """A program needs more memory than is available."""
+
+
+# Tracing and lowering are Python, of which one thread runs at a time. One program after the other,
+# so that XLA, which needs no Python, compiles the first while the next is lowered.
+_LOWERING = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +127,9 @@ class Program:
     def compile_and_keep() -> Any:
       key, leaves = self._key(arguments, named)
       placed = [getattr(leaf, "sharding", None) for leaf in leaves]
-      executable = self.jitted.lower(*arguments, **named).compile()
+      with _LOWERING:
+        lowered = self.jitted.lower(*arguments, **named)
+      executable = lowered.compile()
       self._executables.setdefault(key, []).append((executable, placed))
       return executable
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -150,6 +151,31 @@ def test_jobs_run_in_threads_and_are_counted_by_name(watch, noticed):
   for n in (3, 4, 5):
     program(np.ones((1, n), np.float32))
   assert watch.take() == []
+
+
+def test_programs_are_lowered_one_after_another_and_compiled_side_by_side(watch):
+  """XLA needs no Python: while it compiles one program, the next one is lowered."""
+  lowering, most, both = [], [], threading.Barrier(2, timeout=60)
+
+  class Lowered:
+    def compile(self):
+      both.wait()  # two are compiled at the same time, or this fails.
+
+  class Jitted:
+    __name__ = "slow"
+
+    def lower(self, *_):
+      lowering.append(None)
+      most.append(len(lowering))
+      time.sleep(0.02)
+      lowering.pop()
+      return Lowered()
+
+  program = Program(Jitted())
+  jobs = [program.job(shape(n), detail=str(n)) for n in (1, 2, 3, 4)]
+  with compiling.BackgroundCompiler(jobs, watch, threads=4) as ahead:
+    ahead.wait(silent)
+  assert most == [1] * 4
 
 
 def silent(description, total):

@@ -77,6 +77,22 @@ def test_kernels_lower_with_a_window(platform):
   assert_lowers(platform, structs("Qwen3-4B", LENGTH, rows=2), window=500)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("platform", list(KERNELS))
+def test_layers_that_are_written_out_lower_the_kernel_once(platform):
+  implementation, custom_call, _ = KERNELS[platform]
+
+  def layers(q, k, v, segment_ids, *_):
+    seen = visible.visible(segment_ids)
+    seen = seen._replace(tiles=implementation.prepare(seen, q.shape[-1]))
+    for _ in range(3):
+      q = core.unrounded(implementation, BFLOAT16, q, k, v, seen)[0].astype(q.dtype)
+    return q
+
+  text = lowered(layers, structs("SmolLM2-135M", 256), platform)
+  assert text.count(custom_call) == 1
+
+
 def test_pairs_would_be_seen():
   scores = lambda q, k, *_: jnp.einsum("bthe,bshe->bhts", q[:, :, : k.shape[2]], k)
   arguments = structs("SmolLM2-135M", LENGTH)

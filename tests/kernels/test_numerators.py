@@ -251,6 +251,7 @@ def test_fault_in_the_kernel_is_seen(monkeypatch, name, fault, use):
     return
   module, function, wrong = FAULTS[fault]
   monkeypatch.setattr(f"grpo_kernels.linear_logprobs.{module}.{function}", wrong)
+  jax.clear_caches()  # what was traced without the fault.
   try:
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
       check(**sizes)
@@ -258,6 +259,7 @@ def test_fault_in_the_kernel_is_seen(monkeypatch, name, fault, use):
     # As the interpreter asks for after an error.
     interpreter = "jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call"
     importlib.import_module(interpreter).reset_gpu_interpret_mode_state()
+    jax.clear_caches()
 
 
 @pytest.mark.long

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from grpo_kernels import precision, rounding
 from grpo_kernels.attention import visible
 from grpo_kernels.attention.visible import Visible
+from grpo_kernels.implementations import current_chip
 
 # Checkpoint name of the output and the log-sum-exp, by which a remat policy can keep them.
 ATTENDED = "attended"
@@ -138,8 +139,23 @@ def unrounded(
 ) -> tuple[Float[Array, "B T H E"], Float[Array, "B H T"]]:
   """Returns what `attend` does, as the implementation writes it; not differentiable."""
   seen = _prepared(implementation, seen, q)
-  out, log_sum = implementation.forward(settings, *_operands(settings, q, k, v), seen)
+  out, log_sum = _run(implementation, settings, *_operands(settings, q, k, v), seen)
   return out.astype(jnp.float32), log_sum
+
+
+def _run(implementation, settings, q, k, v, seen) -> tuple[Array, Array]:
+  """Returns output and log-sum-exp of operands."""
+  return _run_on(current_chip(), implementation, settings, q, k, v, seen)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _run_on(chip, implementation, settings, q, k, v, seen) -> tuple[Array, Array]:
+  """Returns what `_run` does; what was traced for one chip is not used for another.
+
+  A function of its own in the program, so that layers which are written out lower a kernel once.
+  """
+  del chip
+  return implementation.forward(settings, q, k, v, seen)
 
 
 def _prepared(implementation: Any, seen: Visible, q: Array) -> Visible:
@@ -152,7 +168,7 @@ def _prepared(implementation: Any, seen: Visible, q: Array) -> Visible:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(implementation, settings, q, k, v, seen) -> tuple[Array, Array]:
   """Returns the output, rounded to the compute dtype, and the log-sum-exp; both float32."""
-  out, log_sum = implementation.forward(settings, *_operands(settings, q, k, v), seen)
+  out, log_sum = _run(implementation, settings, *_operands(settings, q, k, v), seen)
   return rounding.written(out, settings.products.compute_dtype).astype(jnp.float32), log_sum
 
 
@@ -166,7 +182,7 @@ def _operands(settings: Settings, q: Array, k: Array, v: Array) -> tuple[Array, 
 def _forward(implementation, settings, q, k, v, seen):
   """Returns the outputs, and what the backward pass needs."""
   operands = _operands(settings, q, k, v)
-  out, log_sum = implementation.forward(settings, *operands, seen)
+  out, log_sum = _run(implementation, settings, *operands, seen)
   # The product with weights that reads the output rounds it to this dtype, too.
   out = checkpoint_name(rounding.written(out, settings.products.compute_dtype), ATTENDED)
   log_sum = checkpoint_name(log_sum, ATTENDED)

@@ -55,7 +55,7 @@ def numerators_of(
     axis: Mesh axis over which the vocabulary is split; None: it is not split. All its devices use
       the same r.
   """
-  run = functools.partial(kernels.numerators, settings, hidden, head, targets, columns)
+  run = functools.partial(_run, kernels, settings, hidden, head, targets, columns)
   over = (lambda largest: largest) if axis is None else lambda x: jax.lax.pmax(x, axis)
 
   def about(references) -> Numerators:
@@ -79,6 +79,12 @@ def numerators_of(
     return found.values, found.statistics
   largest, *sums = found.statistics
   return found.values, Statistics(largest, *jax.lax.psum(sums, axis))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run(kernels, settings, hidden, head, targets, columns, references):
+  """Returns what a kernel does: a function of its own, traced and lowered once for all chunks."""
+  return kernels.numerators(settings, hidden, head, targets, columns, references)
 
 
 def _references(settings: Settings, hidden, head, targets, columns) -> Float[Array, " N"]:
