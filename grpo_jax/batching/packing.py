@@ -13,10 +13,9 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 
-MOST_SHAPES = 3  # each shape takes a compilation.
+from grpo_jax.batching import attended
 
-# Queries, and keys, of a tile of attention: its kernels skip tiles in which no query sees a key.
-TILE = 128
+MOST_SHAPES = 3  # each shape takes a compilation.
 
 _LEAST_PLACES = 128  # a smaller microbatch spends most of its time reading the weights.
 _TRIED_GROUPS = 16  # the largest groups that are tried when one is split to fill a row.
@@ -118,39 +117,17 @@ class Packed:
   rows: tuple[Row, ...]
 
 
-def pairs(pieces: Iterable[Sizes]) -> int:
-  """Returns how many pairs of query and key attention computes in a row of these pieces.
-
-  These are all pairs of the tiles in which any query sees a key. A token of a prompt is seen by
-  the tokens after it in its piece, a token of a completion by those after it in the completion.
-  """
-  last: dict[int, int] = {}  # tile of keys → the last tile of queries that sees any of them.
-
-  def add(start: int, stop: int, until: int) -> None:
-    for tile in range(start // TILE, -(-stop // TILE) if stop > start else 0):
-      last[tile] = max(last.get(tile, 0), (until - 1) // TILE)
-
-  at = 0
-  for piece in pieces:
-    add(at, at + piece.prompt, at + piece.total)
-    at += piece.prompt
-    for length in piece.completions:
-      add(at, at + length, at + length)
-      at += length
-  return TILE * TILE * sum(to - tile + 1 for tile, to in last.items())
-
-
 def attention(groups: Sequence[Sizes], packed: Iterable[Packed], cost: Cost) -> float:
   """Returns the operations of attention in microbatches of these groups."""
   return cost.pair * sum(_pairs_of_rows(groups, one.rows) for one in packed)
 
 
 def _pairs_of_rows(groups: Sequence[Sizes], rows: Iterable[Row]) -> int:
-  def sizes(piece: Piece) -> Sizes:
+  def lengths(piece: Piece) -> tuple[int, list[int]]:
     group = groups[piece.group]
-    return Sizes(group.prompt, tuple(group.completions[i] for i in piece.completions))
+    return group.prompt, [group.completions[i] for i in piece.completions]
 
-  return sum(pairs(map(sizes, row)) for row in rows)
+  return sum(attended.pairs(map(lengths, row)) for row in rows)
 
 
 def pack(

@@ -11,7 +11,7 @@ import math
 
 import jax
 
-from grpo_jax.batching import packing
+from grpo_jax.batching import attended, packing
 from grpo_jax.building import arrays_in_memory
 from grpo_jax.config import batching_options
 from grpo_jax.config.options import Config
@@ -213,7 +213,7 @@ def _sampling(run: PlannedRun, assumed: Lengths, hosts: int) -> list[PhaseWork]:
   prompts, group = config.rollout.prompts_per_step, run.sizes["group_size"]
   rows, parts = run.sizes["max_rows"], run.sampler_mesh.size if run.sampler_mesh else 1
   cost = forward_cost(model)
-  pairs = packing.pairs([packing.Sizes(assumed.prompt, ())])
+  pairs = attended.pairs([(assumed.prompt, ())])
   read = prompts * (cost.place * assumed.prompt + cost.pair * pairs)
   calls = math.ceil(prompts / hosts) * assumed.prompt / run.prefill
   of_weights = run.weights_read * math.ceil(calls)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from grpo_kernels.attention import visible
 
-from grpo_jax.batching import packing
+from grpo_jax.batching import attended, packing
 from grpo_jax.batching.packing import Cost, Load, Shape, Sizes
 
 COST = Cost(place=100.0, pair=0.05, loss_place=20.0, microbatch=6400.0)
@@ -117,36 +117,36 @@ def test_no_microbatch_is_larger_than_asked(limit):
 
 def test_pairs_by_hand():
   tile = 128 * 128
-  assert packing.pairs([Sizes(100, ())]) == tile
-  assert packing.pairs([Sizes(600, ())]) == 15 * tile  # five tiles, each with those before it.
+  assert attended.pairs([(100, ())]) == tile
+  assert attended.pairs([(600, ())]) == 15 * tile  # five tiles, each with those before it.
   # Two pieces of two tiles each do not see each other.
-  assert packing.pairs([Sizes(200, (56,))] * 2) == 2 * 3 * tile
+  assert attended.pairs([(200, (56,))] * 2) == 2 * 3 * tile
   # A prompt of one tile, which five tiles of queries see, and four completions that see themselves.
-  assert packing.pairs([Sizes(128, (128,) * 4)]) == (5 + 4) * tile
+  assert attended.pairs([(128, (128,) * 4)]) == (5 + 4) * tile
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_pairs_are_those_of_the_tiles_of_the_mask(seed):
   rng = np.random.default_rng(seed)
   pieces = [
-    Sizes(int(rng.integers(1, 300)), tuple(rng.integers(0, 200, size=4).tolist())) for _ in range(3)
+    (int(rng.integers(1, 300)), tuple(rng.integers(0, 200, size=4).tolist())) for _ in range(3)
   ]
   segments, branches = [], []
   for number, piece in enumerate(pieces, start=1):
-    for branch, count in enumerate((piece.prompt, *piece.completions)):
+    for branch, count in enumerate((piece[0], *piece[1])):
       segments += [number] * count
       branches += [branch] * count
   length = -(-len(segments) // 128) * 128
   pad = lambda x: jnp.pad(jnp.asarray(x, jnp.int32), (0, length - len(x)))[None]
   live, _ = visible.live_tiles(visible.visible(pad(segments), pad(branches)), 128, 128)
-  assert packing.pairs(pieces) == 128 * 128 * int(live.sum())
+  assert attended.pairs(pieces) == 128 * 128 * int(live.sum())
 
 
 def test_a_row_costs_the_pairs_that_its_pieces_see():
   groups = [Sizes(512, (512,) * 7)]
   [long] = packing.pack(groups, (Shape(1, 4096, 4096),), cost=Cost())
   found = packing.attention(groups, [long], Cost(pair=2.0))
-  assert found == 2.0 * packing.pairs(groups)
+  assert found == 2.0 * attended.pairs([(512, (512,) * 7)])
 
 
 @pytest.mark.parametrize(

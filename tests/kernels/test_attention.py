@@ -237,4 +237,5 @@ def test_what_does_not_fit_is_refused(change, message):
   nothing = dict.fromkeys(("branch_ids", "positions", "window"))
   given = {"q": q, "k": k, "v": v, "segment_ids": jnp.asarray(ROW.segment_ids), **nothing, **change}
   with pytest.raises(ValueError, match=message):
-    core.check(**given)
+    core.check_heads(*(given.pop(name) for name in "qkv"))
+    core.check_rows((1, 33), **given)

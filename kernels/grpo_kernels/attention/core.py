@@ -216,20 +216,6 @@ def padded(length: int, seen: Visible, *arrays: Array) -> tuple[Any, ...]:
   return visible.padded(seen, length), *(pad(x) for x in arrays)
 
 
-def check(
-  q: Array,
-  k: Array,
-  v: Array,
-  segment_ids: Array,
-  branch_ids: Array | None,
-  positions: Array | None,
-  window: int | Array | None,
-) -> None:
-  """Raises ValueError for shapes that do not fit, or a window without positions."""
-  check_heads(q, k, v)
-  check_rows(q.shape[:2], segment_ids, branch_ids, positions, window)
-
-
 def check_heads(q: Array, k: Array, v: Array) -> None:
   """Raises ValueError for queries, keys and values that do not fit each other."""
   if k.shape != v.shape:

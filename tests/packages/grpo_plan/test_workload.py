@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from grpo_jax.batching import packing
+from grpo_jax.batching import attended, packing
 from grpo_jax.building import arrays_in_memory
 from grpo_jax.compilation.programs import CompileJob
 from grpo_jax.config import configuration
@@ -115,8 +115,8 @@ def test_an_update_computes_no_gradient_of_a_frozen_base(run, lora_run):
   of_rows = sum(n * s.rows * adapted.row_cost(s.row_tokens, s.loss_tokens)
                 for s, n in shapes.items())  # fmt: skip
   groups = lora_run.config.rollout.prompts_per_step
-  own = [packing.Sizes(LENGTHS.prompt, (LENGTHS.completion,))]
-  least = groups * lora_run.config.rollout.group_size * packing.pairs(own) / 2
+  own = [(LENGTHS.prompt, (LENGTHS.completion,))]
+  least = groups * lora_run.config.rollout.group_size * attended.pairs(own) / 2
   attention = phases(lora_run)["update"].operations - of_rows
   assert least * adapted.pair < attention < 4 * least * adapted.pair
 
