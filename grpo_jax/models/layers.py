@@ -40,15 +40,45 @@ def rms_norm(
 
       y = (w + offset) x / √(mean(x²) + ε)
 
+  The backward pass keeps x and one number for each vector.
+
   Reference:
     Zhang and Sennrich 2019, arXiv:1910.07467, equation 4.
   """
-  x = x.astype(jnp.float32)
-  scale = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
   weight = weight.astype(jnp.float32)
   if offset:
     weight = weight + offset
-  return x * scale * _as_last_axis(weight, x.ndim)
+  return _normed(x.astype(jnp.float32), weight, eps)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _normed(x: Array, weight: Array, eps: float) -> Array:
+  return x * _inverse_rms(x, eps) * _as_last_axis(weight, x.ndim)
+
+
+def _inverse_rms(x: Array, eps: float) -> Array:
+  return jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+
+
+def _normed_forward(x: Array, weight: Array, eps: float) -> tuple[Array, Any]:
+  scale = _inverse_rms(x, eps)
+  return x * scale * _as_last_axis(weight, x.ndim), (x, scale, weight)
+
+
+def _normed_backward(eps: float, kept: Any, g: Array) -> tuple[Array, Array]:
+  """Returns the cotangents of x and w in y = w x s, s = (mean(x²) + ε)^-½.
+
+  dx = s (g w - x s² mean(g w x))      dw = Σ g x s
+  """
+  del eps
+  x, scale, weight = kept
+  of_normed = g * _as_last_axis(weight, x.ndim)
+  mean = jnp.mean(of_normed * x, axis=-1, keepdims=True)
+  dx = scale * (of_normed - x * (jnp.square(scale) * mean))
+  return dx, jnp.sum(g * x * scale, axis=tuple(range(x.ndim - 1)))
+
+
+_normed.defvjp(_normed_forward, _normed_backward)
 
 
 def norm(

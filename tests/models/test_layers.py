@@ -41,6 +41,25 @@ def test_rms_norm_has_unit_root_mean_square_before_its_weight():
   np.testing.assert_allclose(np.sqrt((got**2).mean(-1)), 1.0, rtol=1e-5)
 
 
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm_has_the_gradient_of_its_definition_and_keeps_little_for_it(offset):
+  x, weight, g = random(3, 2, 50) * 7, random(50, seed=1), random(3, 2, 50, seed=2)
+  x = x.at[0, 0].multiply(1e-4)  # where ε counts.
+
+  def definition(x, weight):
+    mean = jnp.mean(x**2, axis=-1, keepdims=True)
+    return (weight + offset)[None, None] * x / jnp.sqrt(mean + 1e-6)
+
+  norm = lambda x, weight: layers.rms_norm(x, weight, 1e-6, offset)
+  found, pull = jax.vjp(norm, x, weight)
+  wanted, pull_wanted = jax.vjp(definition, x, weight)
+  np.testing.assert_allclose(found, wanted, rtol=1e-6)
+  for mine, right in zip(pull(g), pull_wanted(g), strict=True):
+    np.testing.assert_allclose(mine, right, atol=1e-6 * np.abs(right).max())
+  kept = jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(norm, *a)[1], x, weight))
+  assert sum(leaf.size for leaf in kept) == x.size + 6 + 50
+
+
 def test_rope_turns_by_position_and_keeps_relative_angles():
   config = tiny.config(head_dim=8)
   q, k = random(1, 1, 1, 8), random(1, 1, 1, 8, seed=1)
