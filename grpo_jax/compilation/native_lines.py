@@ -33,7 +33,7 @@ def without(texts: Sequence[str] = AUTOTUNING) -> Iterator[None]:
   """
   try:
     before = os.dup(2)
-  except OSError:  # there is no standard error.
+  except OSError:  # standard error is closed.
     yield
     return
   reader, writer = os.pipe()

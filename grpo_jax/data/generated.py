@@ -63,7 +63,7 @@ class ReasoningGymSource:
 
 def make_task(task: str, args: Mapping[str, Any]) -> Any:
   """Creates a reasoning-gym dataset; errors list the valid names."""
-  # Of a package that reasoning-gym imports; Python prints it where there is no byte code yet.
+  # reasoning-gym imports this package; Python prints it when it compiles it to byte code.
   warnings.filterwarnings("ignore", category=SyntaxWarning, module=".*cellpylib")
   import reasoning_gym
   from reasoning_gym.factory import DATASETS

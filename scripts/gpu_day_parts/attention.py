@@ -11,7 +11,7 @@ LARGEST_ERROR = 1e-2  # of outputs and gradients, by norms; bfloat16 rounds to 2
 
 TITLE = "attention in every implementation, packed rows of 1024, 4096 and 16384 tokens"
 LIMIT_S = 180.0
-# Prompts of 160 tokens with 8 completions each: of these lengths, in rows of so many tokens.
+# Row length → shortest and longest completions. Prompts have 160 tokens and 8 completions each.
 _LENGTHS = {
   **{("short", tokens): (60, 340) for tokens in (1024, 4096, 16384)},
   **{("long", 1024): (400, 860), ("long", 4096): (400, 1300), ("long", 16384): (1600, 5200)},

@@ -233,7 +233,7 @@ def without_the_last(live, whole):
 
 
 LISTS = tiling._lists
-# Module, function, what stands in its place.
+# Module, function, and its replacement.
 FAULTS = {
   "mask-bit-lost": ("mosaic_gpu_tiles", "is_partial", lambda entry: entry < 0),
   "live-tile-skipped": ("mosaic_gpu_tiles", "_lists", without_the_last),

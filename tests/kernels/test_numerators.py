@@ -228,7 +228,7 @@ def test_columns_that_are_not_real_have_no_numerators(name, columns):
     np.testing.assert_allclose(found[1], right[1], rtol=1e-6)
 
 
-# Module, function, what stands in its place.
+# Module, function, and its replacement.
 FAULTS = {
   "missing-wait-for-a-free-slot": ("mosaic_gpu_kernels", "await_free", lambda *_: None),
   "missing-wait-for-a-copy": ("mosaic_gpu_kernels", "await_full", lambda *_: None),

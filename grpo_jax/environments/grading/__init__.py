@@ -2,5 +2,5 @@
 
 import warnings
 
-# Of a package that reasoning-gym imports; Python prints it where there is no byte code yet.
+# reasoning-gym imports this package; Python prints it when it compiles it to byte code.
 warnings.filterwarnings("ignore", category=SyntaxWarning, module=".*cellpylib")

@@ -75,7 +75,7 @@ class Pieces(NamedTuple):
   Attributes:
     tile: Tile of keys of each piece, like `begin`, `count` and `slot` by the order of launch.
     begin: Number of entries of the list before the piece.
-    count: Number of entries of the piece; 0: there is no such piece.
+    count: Number of entries of the piece; 0: the place has no piece.
     slot: Place of the piece in the order of tiles of keys.
     first: Number of pieces of all tiles of keys before each one; the last is the number of all.
     entries: List of each tile of keys, in ascending order; see `tile_of` and `is_partial`.
