@@ -146,7 +146,8 @@ class Products:
       The sums, rounded once if `out_dtype` is not float32. The cotangent of an operand has the
       operand's own dtype, and is rounded once to it.
     """
-    return _einsum(spec, self.compute_dtype, jnp.dtype(out_dtype), False, x, y)
+    found: Any = _einsums(spec, self.compute_dtype, jnp.dtype(out_dtype), False, x, (y,))
+    return found[0]
 
   def dots(
     self,
@@ -253,9 +254,11 @@ class Products:
     self, kernels: Sequence[Any], axes: Any, x: Array, out_dtype: Any = jnp.float32
   ) -> tuple[Array, ...]:
     """Returns the products with kernels of these logical axes, without checkpoint names."""
-    if self.placement is None:
+    if self.placement is not None:
+      return sharded_products.dots(x, kernels, axes, self.placement, self.compute_dtype, out_dtype)
+    if any(isinstance(w, OutputMajor) for w in kernels):
       return tuple(self._dot(x, w, out_dtype) for w in kernels)
-    return sharded_products.dots(x, kernels, axes, self.placement, self.compute_dtype, out_dtype)
+    return self._kernel_dots(x, kernels, out_dtype)
 
   def look_up(self, table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     """Returns embeddings as float32, rounded to the compute dtype as all weights are.
@@ -292,19 +295,29 @@ class Products:
 
   def _dot(self, x: Array, w: Any, out_dtype: Any) -> Array:
     """Returns `dot` without a checkpoint name."""
-    rest = "abcdefg"[: x.ndim - 1]
     if isinstance(w, OutputMajor):
+      rest = "abcdefg"[: x.ndim - 1]
       return jnp.moveaxis(self.contract(f"oi,{rest}i->o{rest}", w.array, x, out_dtype), 0, -1)
+    (y,) = self._kernel_dots(x, [w], out_dtype)
+    return y
+
+  def _kernel_dots(self, x: Array, kernels: Sequence[Any], out_dtype: Any) -> tuple[Array, ...]:
+    """Returns the products with kernels [i o], for whose gradients x is kept once."""
+    rest = "abcdefg"[: x.ndim - 1]
     spec = f"{rest}i,io->{rest}o"
-    return _einsum(spec, self.compute_dtype, jnp.dtype(out_dtype), True, x, w)
+    return _einsums(spec, self.compute_dtype, jnp.dtype(out_dtype), True, x, tuple(kernels))
 
 
 FLOAT32 = Products()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _einsum(spec: str, dtype: Any, out_dtype: Any, has_kernel: bool, x: Any, y: Any) -> Array:
-  return mixed_precision.einsum(spec, x.astype(dtype), _read(y, dtype, has_kernel), out_dtype)
+def _einsums(
+  spec: str, dtype: Any, out_dtype: Any, has_kernels: bool, x: Any, ys: tuple[Any, ...]
+) -> tuple[Array, ...]:
+  """Returns one product of x with each of the second factors."""
+  x = x.astype(dtype)
+  return tuple(mixed_precision.einsum(spec, x, _read(y, dtype, has_kernels), out_dtype) for y in ys)
 
 
 def _read(y: Any, dtype: Any, is_kernel: bool) -> Array:
@@ -312,43 +325,50 @@ def _read(y: Any, dtype: Any, is_kernel: bool) -> Array:
   return quantized.of_layer(y, dtype) if is_kernel else y.astype(dtype)
 
 
-def _einsum_forward(spec: str, dtype: Any, out_dtype: Any, has_kernel: bool, x: Any, y: Any):
-  """Returns the product, and each factor that the gradient of the other needs.
-
-  Factors are kept in the compute dtype, except a kernel that is not differentiated: it is kept as
-  it is stored, which a scan over layers need not copy, and read again.
-  """
-  (needs_dx, needs_dy), (x, y) = wanted.split(x, y)
-  rounded_x, rounded_y = x.astype(dtype), _read(y, dtype, has_kernel)
-  kept_x = rounded_x if needs_dy else None
-  kept_y = (rounded_y if needs_dy or not has_kernel else y) if needs_dx else None
-  like_x = jnp.zeros(0, x.dtype) if needs_dx else None
-  like_y = jnp.zeros(0, y.dtype) if needs_dy else None
-  return mixed_precision.einsum(spec, rounded_x, rounded_y, out_dtype), (
-    kept_x,
-    kept_y,
-    like_x,
-    like_y,
-  )
-
-
-def _einsum_backward(
-  spec: str, dtype: Any, out_dtype: Any, has_kernel: bool, residuals, cotangent: Any
+def _einsums_forward(
+  spec: str, dtype: Any, out_dtype: Any, has_kernels: bool, x: Any, ys: tuple[Any, ...]
 ):
-  """Returns the cotangents of both factors: products that read the same settled array."""
-  del out_dtype  # the cotangent has this dtype.
-  x, y, like_x, like_y = residuals
-  if wanted.is_zero(cotangent):
-    return None, None
+  """Returns the products, and each factor that the gradient of the other needs.
+
+  Factors are kept in the compute dtype, and x once for all products; but a kernel that is not
+  differentiated is kept as it is stored, which a scan over layers need not copy, and read again.
+  """
+  (needs_dx,), (x,) = wanted.split(x)
+  needed, ys = wanted.split(*ys)
+  rounded_x, rounded_ys = x.astype(dtype), [_read(y, dtype, has_kernels) for y in ys]
+  kept_ys, like_ys = [], []
+  for needs_dy, y, rounded_y in zip(needed, ys, rounded_ys, strict=True):
+    kept_y = rounded_y if needs_dy or not has_kernels else y
+    kept_ys.append(kept_y if needs_dx else None)
+    like_ys.append(jnp.zeros(0, y.dtype) if needs_dy else None)
+  kept_x = rounded_x if any(needed) else None
+  like_x = jnp.zeros(0, x.dtype) if needs_dx else None
+  found = tuple(mixed_precision.einsum(spec, rounded_x, y, out_dtype) for y in rounded_ys)
+  return found, (kept_x, kept_ys, like_x, like_ys)
+
+
+def _einsums_backward(
+  spec: str, dtype: Any, out_dtype: Any, has_kernels: bool, kept, cotangents: tuple[Any, ...]
+):
+  """Returns the cotangents of all factors: those of one product read the same settled array."""
+  del out_dtype  # each cotangent has this dtype.
+  x, ys, like_x, like_ys = kept
   operands, out = spec.split("->")
   left, right = operands.split(",")
-  g, dx, dy = barriers.materialize(cotangent.astype(dtype)), None, None
-  if like_x is not None:
-    other = _read(y, dtype, has_kernel and like_y is None)
-    dx = mixed_precision.einsum(f"{out},{right}->{left}", g, other, like_x.dtype)
-  if like_y is not None:
-    dy = mixed_precision.einsum(f"{left},{out}->{right}", x, g, like_y.dtype)
-  return dx, dy
+  dx, dys = None, []
+  # The last product first, as JAX would add up the cotangents of a shared factor.
+  for y, like_y, cotangent in reversed(list(zip(ys, like_ys, cotangents, strict=True))):
+    dy = None
+    if not wanted.is_zero(cotangent):
+      g = barriers.materialize(cotangent.astype(dtype))
+      if like_x is not None:
+        other = _read(y, dtype, has_kernels and like_y is None)
+        part = mixed_precision.einsum(f"{out},{right}->{left}", g, other, like_x.dtype)
+        dx = part if dx is None else dx + part
+      if like_y is not None:
+        dy = mixed_precision.einsum(f"{left},{out}->{right}", x, g, like_y.dtype)
+    dys.append(dy)
+  return dx, tuple(reversed(dys))
 
 
-_einsum.defvjp(_einsum_forward, _einsum_backward, symbolic_zeros=True)
+_einsums.defvjp(_einsums_forward, _einsums_backward, symbolic_zeros=True)

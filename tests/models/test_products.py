@@ -193,8 +193,22 @@ def test_no_program_writes_a_product_of_the_mlps_width_in_float32(remat):
   assert len([shape for shape in dots if re.fullmatch(rf"{widths}f32", shape)]) >= 7
 
 
+def test_products_with_one_input_keep_it_once_for_their_gradients():
+  """Of a layer's seven products, three have one input and two another."""
+  config = tiny.config(num_layers=3, hidden_size=40)
+  params = tiny.random_params(config)
+  inputs = tiny.plain(tiny.tokens((4, 10)))
+  model = transformer.Transformer(config, BFLOAT16, "none")
+  loss = lambda params: jnp.sin(model.apply({"params": params}, *inputs)).sum()
+  forward, backward = re.findall(
+    r"stablehlo\.while\(.*?\) : (.*)", jax.jit(jax.grad(loss)).lower(params).as_text()
+  )
+  for loop in (forward, backward):
+    assert loop.count("tensor<3x4x10x40xbf16>") == 2
+
+
 def of_former_mlp(params, x, products):
-  gate, up = (products.dot(x, params[name]) for name in ("gate", "up"))
+  gate, up = products.dots(params, ("gate", "up"), x)
   return products.dot(jax.nn.silu(gate) * up, params["down"])
 
 
