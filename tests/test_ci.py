@@ -97,14 +97,16 @@ def test_trackers_and_environments_are_tested_beside_the_slow_part_and_can_fail_
     assert done.returncode != 0 and parts_of(done) == ["slow (failed)", "together"]
 
 
-def test_what_the_second_stack_runs_is_left_out_only_if_the_gate_runs_it(gate):
-  _, apart = gate("long", "slow", has_second=True)
+def test_what_another_part_runs_is_left_out_only_if_the_gate_runs_that_part(gate):
+  gate("long", has_second=True)
+  _, apart = gate("slow", has_second=True)
   assert {"make test-long ARGS=", "make test-slow ARGS="} <= set(apart)
   _, targets = gate("long", "slow", "second", has_second=True)
   long, slow = sorted(target for target in targets[len(apart) :] if "ARGS" in target)
   left_out = re.findall("--deselect=([^ :]+)", long)
   assert {"tests/kernels", "tests/rl", "tests/learn"} <= set(left_out)
-  assert all((ROOT / path).exists() for path in left_out)
+  assert re.findall("--ignore=(.+)", long) == ["notebooks/quickstart.ipynb"]
+  assert all((ROOT / path).exists() for path in [*left_out, "notebooks/quickstart.ipynb"])
   day = "tests/scripts/test_gpu_day.py::test_a_tiny_day_runs_to_its_end"
   assert slow == f"make test-slow ARGS=--deselect={day}"
 
