@@ -319,8 +319,11 @@ def _drawn(
     num_valid=options.num_valid,
     report_truncated=reports,
   )
-  if options.has_filters is not None:
-    return draw(filters, reports) if options.has_filters else draw(None, options.report_truncated)
+  if options.has_filters is False:
+    settings = {"num_valid": options.num_valid, "report_truncated": options.report_truncated}
+    return sampling.sample_in_one_pass(logits, uniforms, temperature=temperature, **settings)
+  if options.has_filters:
+    return draw(filters, reports)
   has_filters = (filters[0] > 0) | (filters[1] < 1.0) | (filters[2] > 0.0)
   is_truncated = jnp.any(has_filters & (temperature > 0))
   return jax.lax.cond(

@@ -1,8 +1,9 @@
 """From logits to tokens and their logprobs. Pure.
 
 One uniform number per token selects it by inverting the cumulative distribution in two levels, over
-blocks of the vocabulary and then within one. That costs two passes over the logits, gives the
-normaliser for free, and needs neither a random number per vocabulary entry nor a sort.
+blocks of the vocabulary and then within one. That gives the normaliser for free, and needs neither
+a random number per vocabulary entry nor a sort. `sample` makes two passes over the logits, and more
+with filters; `sample_in_one_pass` is for accelerators, on which a pass takes as long as its bytes.
 """
 
 import jax
@@ -12,7 +13,7 @@ from grpo_kernels.linear_logprobs import core
 from grpo_kernels.truncation import keep
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-__all__ = ["invert_cdf", "keep", "sample", "uniforms"]
+__all__ = ["invert_cdf", "keep", "sample", "sample_in_one_pass", "uniforms"]
 
 _BLOCK = 256  # vocabulary entries in a block of the two-level search.
 
@@ -71,6 +72,77 @@ def sample(
   found = core.Statistics(highest, jnp.sum(counted, axis=1), None, at_token)
   logprobs, _ = core.outputs(core.Settings(), found)  # computed as in the trainer and the scorer.
   return token, logprobs
+
+
+def sample_in_one_pass(
+  logits: Float[Array, "B V"],
+  uniforms: Float[Array, " B"],
+  *,
+  temperature: Float[Array, " B"],
+  num_valid: int | None = None,
+  report_truncated: bool = False,
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+  """Returns what `sample` does without filters, to rounding.
+
+  One reduction gives the highest logit of each block and the block's sum relative to it. What then
+  is read of the logits is the chosen block.
+
+  Args:
+    logits: Logits in float32.
+    uniforms: Random numbers u in [0, 1).
+    temperature: Temperature of each row; 0 selects the most likely token.
+    num_valid: Number of valid ids; None: all are valid.
+    report_truncated: Whether larger ids do not count in the logprobs of drawn tokens.
+
+  Returns:
+    Token ids; their logprobs, in nats.
+  """
+  count, vocabulary = logits.shape
+  greedy = temperature == 0
+  scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
+  blocks = -(-vocabulary // _BLOCK)
+  padding = ((0, 0), (0, blocks * _BLOCK - vocabulary))
+  allowed = jnp.pad(scaled, padding, constant_values=-jnp.inf)
+  if num_valid is not None:
+    is_valid = jnp.asarray(np.arange(blocks * _BLOCK) < num_valid)[None]
+    allowed = jnp.where(is_valid, allowed, -jnp.inf)
+  by_block = allowed.reshape(count, blocks, _BLOCK)
+  block_max, block_sums = _highest_and_sums(by_block)
+  highest = jnp.max(block_max, axis=1)
+  sums = block_sums * jnp.exp(block_max - highest[:, None])
+  ends = jnp.cumsum(sums, axis=1)
+  target = uniforms * ends[:, -1]
+  block = jnp.where(greedy, jnp.argmax(block_max, axis=1), _first_above(ends, sums, target))
+  of_block = lambda x: jnp.take_along_axis(x, block[:, None], axis=1)[:, 0]
+  within = jnp.take_along_axis(by_block, block[:, None, None], axis=1)[:, 0]
+  weights, left = jnp.exp(within - highest[:, None]), target - (of_block(ends) - of_block(sums))
+  place = _first_above(jnp.cumsum(weights, axis=1), weights, left)
+  place = jnp.where(greedy, jnp.argmax(within, axis=1), place)
+
+  total = jnp.sum(sums, axis=1)
+  if num_valid is not None and num_valid < vocabulary:
+    rest = jnp.sum(jnp.exp(scaled[:, num_valid:] - highest[:, None]), axis=1)
+    total = total + (jnp.where(greedy, rest, 0.0) if report_truncated else rest)
+  at_token = jnp.take_along_axis(within, place[:, None], axis=1)[:, 0]
+  logprobs, _ = core.outputs(core.Settings(), core.Statistics(highest, total, None, at_token))
+  return (block * _BLOCK + place).astype(jnp.int32), logprobs
+
+
+def _highest_and_sums(
+  x: Float[Array, "B n m"],
+) -> tuple[Float[Array, "B n"], Float[Array, "B n"]]:
+  """Returns max x and Σ exp(x - max x) over the last axis; -∞ counts as `core.LOWEST`."""
+  x = jnp.maximum(x, core.LOWEST)  # so that no difference is ∞ - ∞.
+
+  def join(one, other):
+    (highest, total), (highest2, total2) = one, other
+    fade = jnp.exp(-jnp.abs(highest - highest2))
+    is_first = highest >= highest2
+    total = jnp.where(is_first, total + total2 * fade, total * fade + total2)
+    return jnp.maximum(highest, highest2), total
+
+  start = (np.float32(core.LOWEST), np.float32(0))
+  return tuple(jax.lax.reduce((x, jnp.ones_like(x)), start, join, (2,)))
 
 
 def invert_cdf(weights: Float[Array, "B V"], uniforms: Float[Array, " B"]) -> Int[Array, " B"]:

@@ -36,20 +36,30 @@ def sample(logits, uniforms, temperature=1.0, **options):
   return tuple(np.asarray(x) for x in drawn)
 
 
+def sample_in_one_pass(logits, uniforms, temperature=1.0, **options):
+  rows = len(uniforms)
+  logits = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (rows, np.shape(logits)[-1]))
+  given = logits, jnp.asarray(uniforms, jnp.float32)
+  temperature = jnp.full(rows, temperature, jnp.float32)
+  drawn = sampling.sample_in_one_pass(*given, temperature=temperature, **options)
+  return tuple(np.asarray(x) for x in drawn)
+
+
 def filters(rows, top_k=0, top_p=1.0, min_p=0.0):
   full = lambda value, dtype: jnp.full(rows, value, dtype)
   return full(top_k, jnp.int32), full(top_p, jnp.float32), full(min_p, jnp.float32)
 
 
+@pytest.mark.parametrize("draw", [sample, sample_in_one_pass])
 @pytest.mark.parametrize("vocabulary", [1, 7, 256, 257, 1000])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
-def test_sample_inverts_the_cumulative_distribution_of_float64(vocabulary, temperature):
+def test_sample_inverts_the_cumulative_distribution_of_float64(draw, vocabulary, temperature):
   rng = np.random.default_rng(vocabulary)
   logits = rng.normal(size=vocabulary).astype(np.float32) * 3
   uniforms = rng.random(500).astype(np.float32)
   p = probabilities_of(logits, temperature)
   ends = np.cumsum(p)
-  tokens, logprobs = sample(logits, uniforms, temperature)
+  tokens, logprobs = draw(logits, uniforms, temperature)
   low, high = ends[tokens] - p[tokens], ends[tokens]
   assert (low - 1e-6 <= uniforms).all() and (uniforms <= high + 1e-6).all()
   np.testing.assert_allclose(logprobs, np.log(p[tokens]), atol=2e-5)
@@ -98,12 +108,39 @@ def test_uniforms_of_the_indices_of_one_seed_are_uniform_and_differ_between_seed
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("draw", [sample, sample_in_one_pass])
 @pytest.mark.parametrize("edge", [0.0, float(np.nextafter(np.float32(1), np.float32(0)))])
-def test_sample_never_draws_a_token_of_probability_zero(edge):
+def test_sample_never_draws_a_token_of_probability_zero(draw, edge):
   logits = np.full(600, -np.inf, np.float32)
   logits[[3, 300, 511]] = [0.0, -1.0, 0.5]
-  tokens, _ = sample(logits, [edge] * 2)
+  tokens, _ = draw(logits, [edge] * 2)
   assert tokens[0] == (3 if edge == 0 else 511)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("report_truncated", [False, True])
+def test_one_pass_draws_the_same_tokens_with_the_same_logprobs(temperature, report_truncated):
+  rng = np.random.default_rng(5)
+  # The highest logits are ties in two blocks; logits this large lose bits to any other shift.
+  logits = (200 + 4 * rng.normal(size=(64, 700))).astype(np.float32)
+  logits[:, [400, 100, 600]] = 220.0
+  given = jnp.asarray(logits), jnp.asarray(rng.random(64), jnp.float32)
+  settings = {"temperature": jnp.full(64, temperature), "report_truncated": report_truncated}
+  for num_valid in (None, 650, 700):
+    tokens, logprobs = sampling.sample(*given, num_valid=num_valid, **settings)
+    found, logprobs_found = sampling.sample_in_one_pass(*given, num_valid=num_valid, **settings)
+    assert found.tolist() == tokens.tolist() and found.dtype == tokens.dtype
+    np.testing.assert_allclose(logprobs_found, logprobs, rtol=0, atol=3e-6)
+  if temperature == 0:
+    assert set(found.tolist()) == {100}
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_one_pass_over_logits_that_are_not_finite_has_no_finite_logprob(bad):
+  logits = np.zeros(600, np.float32)
+  logits[300] = bad
+  for wrong in (logits, np.full(600, bad), np.full(600, -np.inf)):
+    assert not np.isfinite(sample_in_one_pass(wrong, [0.1, 0.9])[1]).any()
 
 
 @pytest.mark.long
@@ -169,13 +206,14 @@ def test_temperature_zero_takes_the_first_most_likely_token_with_its_logprob_at_
 
 
 @pytest.mark.long
-def test_padding_of_the_vocabulary_is_never_sampled_but_stays_in_the_normaliser():
+@pytest.mark.parametrize("draw", [sample, sample_in_one_pass])
+def test_padding_of_the_vocabulary_is_never_sampled_but_stays_in_the_normaliser(draw):
   logits = np.asarray([0.0, 0.0, 1.0, 5.0], np.float32)
   uniforms = np.linspace(0, 1, 100, endpoint=False)
-  tokens, logprobs = sample(logits, uniforms, num_valid=3)
+  tokens, logprobs = draw(logits, uniforms, num_valid=3)
   assert set(tokens.tolist()) == {0, 1, 2}
   np.testing.assert_allclose(logprobs, np.log(probabilities_of(logits))[tokens], atol=1e-5)
-  assert sample(logits, [0.5], temperature=0.0, num_valid=3)[0][0] == 2
+  assert draw(logits, [0.5], temperature=0.0, num_valid=3)[0][0] == 2
 
 
 def test_sample_without_filters_compiles_no_sort_and_no_bisection():

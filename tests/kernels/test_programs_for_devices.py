@@ -166,23 +166,35 @@ def test_no_gradient_of_a_frozen_head_exists(machine, is_tied, tmp_path):
     assert found, "the gradient of a trained head would be seen"
 
 
+# Rows → bytes of a step over those needed. XLA splits sums of q|k|v, o and down (BUILD_NOTES.md,
+# "A decode step, compiled for an H100").
+MOVED = {64: 1.30, 256: 1.61, 512: 1.66}
+
+
 @on_h100
-def test_a_decode_step_on_an_h100_has_few_kernels_and_asks_the_host_nothing():
-  """64 rows of Qwen2.5-1.5B in groups of 16, prompts of 512 tokens, 256 of 512 tokens sampled."""
-  found = [decode_step.compiled("h100:1", 64, layers) for layers in (1, 2)]
+@pytest.mark.parametrize("rows", MOVED)
+def test_a_decode_step_on_an_h100_has_few_kernels_and_asks_the_host_nothing(rows):
+  """Rows of Qwen2.5-1.5B in groups of 16, prompts of 512 tokens, 256 of 512 tokens sampled."""
+  found = [decode_step.compiled("h100:1", rows, layers) for layers in (1, 2)]
   turns = [hlo_kernels.main_loop(one.hlo, apart=one.caches) for one in found]
   of_layer = hlo_kernels.Turn(*(two - one for one, two in zip(*turns, strict=True)))
   nbytes = turns[0].nbytes + (decode_step.LAYERS - 1) * of_layer.nbytes
-  weights, cached = decode_step.needed_bytes(64, live=decode_step.COMPLETION // 2)
+  weights, cached = decode_step.needed_bytes(rows, live=decode_step.COMPLETION // 2)
   # The kernel reads each row's own tokens, and each prompt once for its rows.
   ratio = (nbytes + cached) / (weights + cached)
-  print(f"a layer {of_layer}, one layer and the head {turns[0]}: {ratio:.2f} of the needed bytes")
+  print(
+    f"{rows} rows, a layer {of_layer}, one layer and the head {turns[0]}: {ratio:.3f} of needed"
+  )
   assert "decode_attention" in found[0].hlo
   assert [one.waits for one in turns] == [0, 0]
-  assert of_layer.kernels <= 12 and turns[0].kernels - of_layer.kernels <= 32
-  assert ratio <= 1.5
-  # Logits take 37 MiB, and a copy of the keys and values of a layer would take 32.
-  assert found[1].temporary_bytes < 2**26
+  assert of_layer.kernels <= 12 and turns[0].kernels - of_layer.kernels <= 29
+  assert ratio <= MOVED[rows]
+  config = decode_step.config_of(1)
+  head, logits = 2 * config.vocab_size * config.hidden_size, 4 * config.vocab_size * rows
+  # Logits are written once and read once.
+  assert turns[0].nbytes - of_layer.nbytes < head + 2.1 * logits
+  # A copy of the keys and values of a layer would take more than half of what the logits take.
+  assert found[1].temporary_bytes < 1.5 * logits
 
 
 @on_h100
