@@ -220,7 +220,7 @@ def decode(
   count = rows.tokens.shape[0]
   start = (
     jnp.int32(0),
-    cache_forms.of(options).moved(own, rows),
+    cache_forms.of(options).moved(own, rows, options),
     jnp.asarray(rows.tokens),
     jnp.zeros(count, jnp.int32),
     jnp.asarray(rows.remaining) > 0,

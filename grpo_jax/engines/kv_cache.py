@@ -11,6 +11,7 @@ tokens; W pages of the longest prompt; G rows that share a prompt.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,17 +46,57 @@ def resize(
   return jax.tree.map(one, cache)
 
 
-def moved(own: Cache, rows: RowStates, *, row_axis: int) -> Cache:
+def moved(own: Cache, rows: RowStates, options: ProgramOptions, *, row_axis: int) -> Cache:
   """Moves rows of the caches of sampled tokens, one after another."""
+  moves, count = jnp.asarray(rows.moves), jnp.asarray(rows.num_moves)
+  split = rows_spec(jax.tree.leaves(own)[0].shape[row_axis], options)
+  move = _moved_on_devices(row_axis, split, options) if split else _moved(row_axis)
 
-  def move(i, own):
-    at, to = jnp.asarray(rows.moves)[i]
-    # Not a slice: on a mesh it would bring all rows to every device.
-    take = lambda x: jnp.take(x, at[None], axis=row_axis, mode="clip")
-    put = lambda x: jax.lax.dynamic_update_slice_in_dim(x, take(x), to, axis=row_axis)
-    return jax.tree.map(put, own)
+  def body(i, own):
+    at, to = moves[i]
+    return jax.tree.map(lambda x: move(x, at, to), own)
 
-  return jax.lax.fori_loop(0, jnp.asarray(rows.num_moves), move, own)
+  return jax.lax.fori_loop(0, count, body, own)
+
+
+def _moved(row_axis: int) -> Any:
+  """Returns a function that copies a row of an array to another row."""
+
+  def move(x, at, to):
+    row = jnp.take(x, at[None], axis=row_axis, mode="clip")
+    return jax.lax.dynamic_update_slice_in_dim(x, row, to, axis=row_axis)
+
+  return move
+
+
+def _moved_on_devices(row_axis: int, split: tuple[str, ...], options: ProgramOptions) -> Any:
+  """Returns the same for rows that are split: the compiler would bring all of them to each device.
+
+  The device that has the row adds it to the zeros of the others.
+  """
+  spec = PartitionSpec(*[None] * row_axis, split, options.head_axis)
+
+  def of_device(x, at, to):
+    count = x.shape[row_axis]
+    first = jax.lax.axis_index(split) * count
+    is_here = lambda row: (row >= first) & (row < first + count)
+    row_at = lambda row: jax.lax.dynamic_slice_in_dim(x, row - first, 1, axis=row_axis)
+    row = jax.lax.psum(jnp.where(is_here(at), row_at(at), jnp.zeros((), x.dtype)), split)
+    row = jnp.where(is_here(to), row, row_at(to))
+    return jax.lax.dynamic_update_slice_in_dim(x, row, to - first, axis=row_axis)
+
+  whole = PartitionSpec()
+  return jax.shard_map(
+    of_device, mesh=options.mesh, in_specs=(spec, whole, whole), out_specs=spec, check_vma=False
+  )
+
+
+def rows_spec(count: int, options: ProgramOptions) -> tuple[str, ...] | None:
+  """Returns the mesh axes that split a number of rows; None: every device has all of them."""
+  if options.mesh is None:
+    return None
+  parts = math.prod(options.mesh.shape[axis] for axis in options.row_axes)
+  return options.row_axes if parts > 1 and count % parts == 0 else None
 
 
 def placed(cache: Array, options: ProgramOptions, *, row_axis: int | None = None) -> Array:
@@ -66,11 +107,9 @@ def placed(cache: Array, options: ProgramOptions, *, row_axis: int | None = None
   """
   if options.mesh is None:
     return cache
-  parts = math.prod(options.mesh.shape[axis] for axis in options.row_axes)
   if row_axis is None:
     spec = PartitionSpec(None, options.head_axis)
   else:
-    is_even = cache.shape[row_axis] % parts == 0
-    rows = options.row_axes if is_even else None
+    rows = rows_spec(cache.shape[row_axis], options)
     spec = PartitionSpec(*[None] * row_axis, rows, options.head_axis)
   return jax.lax.with_sharding_constraint(cache, NamedSharding(options.mesh, spec))

@@ -47,9 +47,9 @@ def grown(own: Cache, places: Int[Array, " M"], columns: int, options: ProgramOp
   return kv_cache.resize(own, places, options, row_axis=1)
 
 
-def moved(own: Cache, rows: RowStates) -> Cache:
+def moved(own: Cache, rows: RowStates, options: ProgramOptions) -> Cache:
   """Moves rows, one after another."""
-  return kv_cache.moved(own, rows, row_axis=1)
+  return kv_cache.moved(own, rows, options, row_axis=1)
 
 
 def attend(

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from grpo_kernels import decode_attention
 from grpo_kernels.attention import parts
 from grpo_kernels.attention.parts import Partial
-from grpo_kernels.implementations import current_chip
+from grpo_kernels.implementations import chip_of, current_chip
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from grpo_jax.engines import cached_attention, kv_cache
@@ -43,9 +44,9 @@ def grown(own: Cache, places: Int[Array, " M"], columns: int, options: ProgramOp
   return jax.tree.map(lambda x: kv_cache.placed(pad(x), options, row_axis=0), own)
 
 
-def moved(own: Cache, rows: RowStates) -> Cache:
+def moved(own: Cache, rows: RowStates, options: ProgramOptions) -> Cache:
   """Moves rows, one after another."""
-  return kv_cache.moved(own, rows, row_axis=0)
+  return kv_cache.moved(own, rows, options, row_axis=0)
 
 
 def attend(
@@ -68,7 +69,8 @@ def attend(
     begin = jnp.zeros_like(lengths) if first is None else first
     asked, key, value = (x.astype(own[0].dtype) for x in (asked, key, value))
     tables = jnp.asarray(rows.pages)
-    return kernel.attend(asked, (key, value), own, pages, tables, prompts, lengths, begin)
+    attend_on_device = _on_devices(kernel.attend, len(asked), options)
+    return attend_on_device(asked, (key, value), own, pages, tables, prompts, lengths, begin)
   own = append(own, key, value, lengths, options)
   of_own = over_columns(asked, own, lengths, window, options)
   of_prompts = over_prompts(asked, pages, rows.shared, first, options)
@@ -80,13 +82,37 @@ def _kernel(
   asked: Array, own: tuple[Array, Array], pages: tuple[Array, Array], options: ProgramOptions
 ) -> Any:
   """Returns the kernel of this chip for these arrays; None: the products below are used."""
+  chip = current_chip()
   if options.mesh is not None:
-    return None
+    if asked.shape[0] != own[0].shape[0]:
+      return None  # a device has other rows of the cache than of the program.
+    chip = chip_of(options.mesh.devices.flat[0])
   _, _, queries, width = asked.shape
   tokens = pages[0].shape[2], own[0].shape[2]
   dtype = options.products.compute_dtype
   sizes = {"width": width, "queries": queries, "tokens": tokens}
-  return decode_attention.kernel(options.attention.implementation, current_chip(), dtype, **sizes)
+  return decode_attention.kernel(options.attention.implementation, chip, dtype, **sizes)
+
+
+def _on_devices(attend: Any, count: int, options: ProgramOptions) -> Any:
+  """Returns a kernel's function as every device of the mesh runs it, on its part of `count` rows.
+
+  The compiler cannot split a kernel. Nothing is exchanged: each device has all pages of its heads.
+  """
+  if options.mesh is None:
+    return attend
+  rows, heads = kv_cache.rows_spec(count, options), options.head_axis
+  of_rows, of_heads, of_pages = (
+    PartitionSpec(*axes) for axes in ((rows,), (rows, heads), (None, heads))
+  )
+  both = of_heads, of_heads
+  return jax.shard_map(
+    attend,
+    mesh=options.mesh,
+    in_specs=(of_heads, both, both, (of_pages, of_pages), *[of_rows] * 4),
+    out_specs=(of_heads, both),
+    check_vma=False,
+  )
 
 
 def append(

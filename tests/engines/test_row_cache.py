@@ -6,17 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grpo_kernels.implementations import Chip
 from jax.extend import core as extended
 
 from grpo_jax.engines import (
   cache_forms,
   decoding,
   kv_cache,
+  row_cache,
   sampler_inputs,
   sampler_weights,
   scheduling,
   sharing,
 )
+from grpo_jax.learn import sharding
 from grpo_jax.models import leaves
 from grpo_jax.models.products import Products
 from tests.engines import tiny
@@ -84,3 +87,101 @@ def test_rows_of_one_prompt_read_copies_of_it_where_they_are_more_than_a_page_ha
   for name, generation in wanted.items():
     assert found[name].token_ids.tolist() == generation.token_ids.tolist()
     np.testing.assert_allclose(found[name].logprobs, generation.logprobs, atol=1e-5)
+
+
+# --- on a mesh ---
+
+R, K, C, E, PAGE = 8, 2, 6, 4, 3
+MESHES = [
+  ({"data": 2, "fsdp": 4}, ("data", "fsdp"), None),
+  ({"data": 1, "fsdp": 4, "tensor": 2}, ("data", "fsdp"), "tensor"),
+]
+
+
+def on_mesh(shape, row_axes, head_axis):
+  """Returns options of programs of tiny caches on a mesh of the eight devices."""
+  config = tiny.config(num_layers=1)
+  split = {"mesh": sharding.make_mesh(**shape), "row_axes": row_axes, "head_axis": head_axis}
+  return sampler_inputs.ProgramOptions(config, Products(), 4, form="rows", group=4, **split)
+
+
+def some(*shape):
+  return np.random.default_rng(len(shape)).normal(size=shape).astype(np.float32)
+
+
+class InProducts:
+  """What the kernel of `grpo_kernels.decode_attention` computes."""
+
+  @staticmethod
+  def attend(asked, new, own, pages, tables, prompt_lengths, lengths, first):
+    rows = jnp.arange(asked.shape[0])
+    own = tuple(x.at[rows, :, lengths].set(one) for x, one in zip(own, new, strict=True))
+    whole = []
+    for columns, of_pages in zip(own, pages, strict=True):
+      prompt = jnp.moveaxis(of_pages[tables], 2, 1)
+      prompt = prompt.reshape(*prompt.shape[:2], -1, prompt.shape[-1])
+      whole.append(jnp.concatenate([prompt, columns], axis=2))
+    prompts = tables.shape[1] * pages[0].shape[2]
+    place = jnp.arange(whole[0].shape[2])[None]
+    number = jnp.where(place < prompts, place, place - prompts + prompt_lengths[:, None])
+    is_seen = jnp.where(
+      place < prompts, place < prompt_lengths[:, None], place - prompts <= lengths[:, None]
+    )
+    is_seen &= number >= first[:, None]
+    scores = jnp.einsum("rkme,rkte->rkmt", asked, whole[0])
+    weights = jax.nn.softmax(jnp.where(is_seen[:, None, None], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("rkmt,rkte->rkme", weights, whole[1]), own
+
+
+def of_a_step(window=None):
+  """Returns the arrays of `row_cache.attend` and what they are without a mesh."""
+  rng = np.random.default_rng(0)
+  asked, key, value = some(R, K, 3, E), some(R, K, E), 2 * some(R, K, E)
+  own, pages = (some(R, K, C, E), 3 * some(R, K, C, E)), (some(5, K, PAGE, E), -some(5, K, PAGE, E))
+  rows = scheduling.make_rows([], R, {}, group=4, form="rows", table=2, page=PAGE, pages=5)
+  tables = rng.integers(0, 5, (R, 2)).astype(np.int32)
+  prompts = rng.integers(1, 2 * PAGE + 1, R).astype(np.int32)
+  rows = dataclasses.replace(rows, pages=tables, prompt_lengths=prompts)
+  lengths = rng.integers(0, C, R).astype(np.int32)
+  first = np.zeros(R, np.int32) if window is None else prompts + lengths - window + 1
+  given = asked, (key, value), own, pages, tables, prompts, lengths, first
+  wanted = InProducts.attend(*jax.tree.map(jnp.asarray, given))
+  return (asked, key, value, own, pages, rows, (np.int32(0), lengths)), wanted
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("mesh", MESHES, ids=["rows", "rows and heads"])
+def test_each_device_of_a_mesh_runs_the_kernel_on_its_rows_and_heads(mesh, window, monkeypatch):
+  monkeypatch.setattr(row_cache, "_kernel", lambda *_: InProducts)
+  options = on_mesh(*mesh)
+  given, (wanted, written) = of_a_step(window)
+  step = jax.jit(lambda *arrays: row_cache.attend(*arrays, window, options))
+  found, own = step(*given)
+  np.testing.assert_allclose(found, wanted, atol=1e-6)
+  for ours, theirs in zip(own, written, strict=True):
+    np.testing.assert_array_equal(ours, theirs)
+  assert "all-gather" not in step.lower(*given).compile().as_text()
+
+
+def test_on_a_mesh_the_kernel_needs_all_rows_of_the_cache(monkeypatch):
+  monkeypatch.setattr(row_cache, "chip_of", lambda _: Chip("gpu", "NVIDIA H100", "9.0"))
+  options = dataclasses.replace(on_mesh(*MESHES[0]), products=Products("bfloat16"))
+  shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+  own, pages = (shape(16, K, 64, 64),) * 2, (shape(4, K, 64, 64),) * 2
+  assert row_cache._kernel(shape(16, K, 3, 64), own, pages, options) is not None
+  assert row_cache._kernel(shape(8, K, 3, 64), own, pages, options) is None
+
+
+@pytest.mark.parametrize("form", ["ring", "rows"])
+@pytest.mark.parametrize("mesh", MESHES, ids=["rows", "rows and heads"])
+def test_rows_that_move_are_the_same_on_a_mesh(mesh, form):
+  options = dataclasses.replace(on_mesh(*mesh), form=form)
+  one_device = dataclasses.replace(options, mesh=None, row_axes=(), head_axis=None)
+  rows = scheduling.make_rows([], R, {}, group=4, form=form, table=2, page=PAGE, pages=5)
+  moves = np.zeros_like(rows.moves)
+  moves[:3] = [(7, 0), (5, 6), (0, 3)]  # the last takes what the first has brought.
+  rows = dataclasses.replace(rows, moves=moves, num_moves=np.int32(3))
+  shape = (R, K, C, E) if form == "rows" else (2, R, K, C, E)
+  own = [(some(*shape), -some(*shape))]
+  move = lambda options: jax.jit(lambda own: cache_forms.of(options).moved(own, rows, options))(own)
+  jax.tree.map(np.testing.assert_array_equal, move(options), move(one_device))

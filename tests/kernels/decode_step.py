@@ -1,6 +1,7 @@
 """The sampler's decode program at the sizes of a real model, described for a machine not here."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,14 +11,15 @@ from grpo_kernels.implementations import assumed_chip, chip_of
 
 from grpo_jax.compilation.programs import abstract
 from grpo_jax.engines import (
-  cache_forms,
   continuous_batching,
   kv_cache,
   sampler_inputs,
   sampler_weights,
   scheduling,
+  weight_sync,
 )
-from grpo_jax.models import leaves
+from grpo_jax.learn import sharding
+from grpo_jax.models import leaves, transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 from grpo_plan import topologies
@@ -63,20 +65,19 @@ def compiled(machine: str, rows: int, layers: int, dtype: str = "bfloat16", **ch
   """Compiles the decode program of a number of rows; returns a `Compiled`.
 
   Args:
-    machine: Name of a machine with one device, as `grpo-jax plan` takes it.
+    machine: Name of a machine, as `grpo-jax plan` takes it. Of several devices each has a part of
+      the weights and of the rows.
     rows: Number of rows.
     layers: Number of layers.
     dtype: Dtype of products, kernels and caches.
     **changed: Options of the program that differ from those of a sampler without filters.
   """
-  device = topologies.devices(topologies.parse(machine))[0]
-  place = jax.sharding.SingleDeviceSharding(device)
-  put = lambda tree: jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree
-  )
-  with assumed_chip(chip_of(device)), jax.default_device(device):
+  devices = topologies.devices(topologies.parse(machine))
+  with assumed_chip(chip_of(devices[0])), jax.default_device(devices[0]):
     config, settings = config_of(layers), {"form": "rows", "has_filters": False, **changed}
     options = sampler_inputs.ProgramOptions(config, Products(dtype), 16, group=GROUP, **settings)
+    params = _params(config, devices, dtype)
+    options = weight_sync._with_sharding(options, params)
     sizes = scheduling.planned(
       rows,
       prompt_tokens=PROMPT + 1,
@@ -86,16 +87,29 @@ def compiled(machine: str, rows: int, layers: int, dtype: str = "bfloat16", **ch
       form=options.form,
     )
     options = sizes.applied(options)
-    of_leaf = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype))
-    params = jax.tree.map(of_leaf, leaves.tree(config))
-    weights = jax.eval_shape(lambda params: sampler_weights.split_layers(params, options), params)
-    form = cache_forms.of(options)
-    make = lambda: form.empty(sizes.blocks, sizes.rows, sizes.columns, options)
-    own = jax.eval_shape(make)
-    pages = jax.eval_shape(lambda: kv_cache.empty_pages(sizes.pages, sizes.page, options))
+    weights = sampler_weights.described(params, options)
+    own, pages = (
+      continuous_batching._described(make, *arguments, options)
+      for make, arguments in (
+        (continuous_batching._empty_own, (sizes.blocks, sizes.rows, sizes.columns)),
+        (continuous_batching._empty_pages, (sizes.pages, sizes.page)),
+      )
+    )
     state = scheduling.make_rows([], rows, {}, **continuous_batching._row_layout(options, sizes))
-    given = [weights, pages, own, abstract(state), abstract(np.int32(0))]
-    made = continuous_batching._decode.lower(*map(put, given), options=options).compile()
+    given = weights, pages, own, abstract(state), abstract(np.int32(0))
+    made = continuous_batching._decode.lower(*given, options=options).compile()
   caches = frozenset(x.shape for x in jax.tree.leaves([own, pages]))
   temporary = made.memory_analysis().temp_size_in_bytes
   return Compiled(made.as_text() or "", temporary, caches, kv_cache.token_bytes(options))
+
+
+def _params(config: ModelConfig, devices: Sequence[Any], dtype: str) -> Any:
+  """Returns the shapes of the model's weights, split over the devices."""
+  shapes = leaves.tree(config)
+  if len(devices) == 1:
+    places = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(devices[0]), shapes)
+  else:
+    mesh = jax.sharding.Mesh(np.reshape(devices, (1, -1, 1)), ("data", "fsdp", "tensor"))
+    places = sharding.param_shardings(transformer.logical_axes(config), mesh, shapes=shapes)
+  of_leaf = lambda x, at: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype), sharding=at)
+  return jax.tree.map(of_leaf, shapes, places)

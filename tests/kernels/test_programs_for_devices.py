@@ -2,6 +2,7 @@
 
 import collections
 import json
+import math
 import os
 import re
 
@@ -13,7 +14,16 @@ from aot import TARGET, on_h100
 
 from grpo_jax.commands import cli
 from grpo_jax.models.options import REMATS
-from grpo_plan import architectures, compiling, plan, plan_request, programs, search, topologies
+from grpo_plan import (
+  architectures,
+  compiling,
+  hlo_collectives,
+  plan,
+  plan_request,
+  programs,
+  search,
+  topologies,
+)
 
 pytestmark = aot.MARKS
 
@@ -195,6 +205,17 @@ def test_a_decode_step_on_an_h100_has_few_kernels_and_asks_the_host_nothing(rows
   assert turns[0].nbytes - of_layer.nbytes < head + 2.1 * logits
   # A copy of the keys and values of a layer would take more than half of what the logits take.
   assert found[1].temporary_bytes < 1.5 * logits
+
+
+@on_h100
+def test_eight_h100s_decode_with_the_kernel_and_move_no_cache():
+  one = decode_step.compiled("h100:8", 512, 1)
+  assert hlo_kernels.main_loop(one.hlo).waits == 0 and "decode_attention" in one.hlo
+  found = hlo_collectives.collectives(one.hlo, devices=8)
+  moved = {array.shape for each in found for array in each.arrays}
+  print(sorted(moved))
+  logits = 512 // 8 * 151936  # of a device's rows: the most that moves.
+  assert max(map(math.prod, moved)) <= logits < max(map(math.prod, one.caches)) / 4
 
 
 @on_h100
