@@ -51,3 +51,14 @@ def test_another_process_than_the_main_one_keeps_its_programs(cache):
   kept_programs._keep_on_every_process()
   jax.jit(lambda x: x * 5 - 1)(2.0)
   assert list(cache.glob("*-cache")), f"{HINT}nothing was written"
+
+
+def test_xla_keeps_what_it_found_about_kernels_beside_the_programs(cache):
+  kept_programs._keep_on_every_process()
+  options = compiler.get_compile_options(num_replicas=1, num_partitions=1)
+  debug = options.executable_build_options.debug_options
+  # docs/compiling.md names this folder. Only what JAX takes for process 0 writes to it.
+  assert debug.xla_gpu_per_fusion_autotune_cache_dir == str(
+    cache / "xla_gpu_per_fusion_autotune_cache_dir"
+  )
+  assert str(debug.xla_gpu_experimental_autotune_cache_mode).endswith("UPDATE")
