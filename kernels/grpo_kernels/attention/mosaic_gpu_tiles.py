@@ -5,11 +5,11 @@ output and dQ queries stay and keys come by, for dK and dV keys stay and queries
 with longer lists are launched first, so that the short ones fill the gaps at the end.
 
 The keys of a long prompt are seen by all its completions, most others by a few tiles of queries.
-One block for each tile of keys would leave most of the chip waiting for the longest (measured on an
-H200, 2026-11-27, 4 rows of 4096: 1.5 ms, where the other two kernels took 0.4). So a list that is
-at least twice as long as the average one of its row is cut into pieces, whose float32 sums are
-added up afterwards in a fixed order. A row has at most twice as many pieces as tiles, and none is
-longer than two average lists. The pieces of a row depend on nothing but the row.
+One block for each tile of keys would leave most of the chip waiting for the longest (a prototype on
+an H200, 2026-11-26, 4 rows of 4096: 1.5 ms, where the other two kernels took 0.4 together). So a
+list that is at least twice as long as the average one of its row is cut into pieces, whose float32
+sums are added up afterwards in a fixed order. A row has at most twice as many pieces as tiles, and
+none is longer than two average lists. The pieces of a row depend on nothing but the row.
 """
 
 import dataclasses
