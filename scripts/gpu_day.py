@@ -40,9 +40,17 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
   )
   path: dict[str, Any] = {"type": local_paths.argument}
   names = list(schedule.NAMES)
-  parser.add_argument("--out", **path, default=pathlib.Path("runs/gpu_day"), metavar="FOLDER")
+  parser.add_argument(
+    "--out",
+    **path,
+    default=pathlib.Path("runs/gpu_day"),
+    metavar="FOLDER",
+    help="folder of the result (%(default)s)",
+  )
   parser.add_argument("--parts", metavar="A,B", help=f"only these of {', '.join(names)}")
-  parser.add_argument("--minutes", type=float, default=schedule.MINUTES, help="time for all parts")
+  parser.add_argument(
+    "--minutes", type=float, default=schedule.MINUTES, help="time for all parts (%(default)g)"
+  )
   parser.add_argument("--resume", action="store_true", help="skip parts that are done")
   parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
   parser.add_argument("--strict", action="store_true", help="exit code 1 if a part failed")
@@ -53,7 +61,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
   copied = parser.add_argument_group("a machine without a network")
   copied.add_argument("--bundle", **path, metavar="FOLDER", help="make the folder to copy there")
   copied.add_argument("--have", **path, metavar="FILE", help="`pip freeze` of that machine")
-  copied.add_argument("--piece-mb", type=float, default=60.0, help="largest size of a file")
+  copied.add_argument(
+    "--piece-mb",
+    type=float,
+    default=60.0,
+    metavar="MB",
+    help="largest size of a file (%(default)g)",
+  )
   options = parser.parse_args(arguments)
   asked = options.parts.split(",") if options.parts else names
   if unknown := [name for name in asked if name not in names]:

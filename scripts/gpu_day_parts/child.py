@@ -123,8 +123,12 @@ def main(job: dict[str, Any]) -> int:
   except Exception as error:
     traceback.print_exc()
     record.end(first_line(error))
-    is_out_of_memory = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
-    return running.EXIT_OUT_OF_MEMORY if is_out_of_memory else 1
+    return running.EXIT_OUT_OF_MEMORY if is_out_of_memory(error) else 1
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+  """Returns whether an error says that memory was short."""
+  return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def first_line(error: BaseException) -> str:

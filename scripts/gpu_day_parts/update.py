@@ -23,6 +23,7 @@ SIZES = {
   ),
   "compute_dtype": "bfloat16",
   "remat": "full",
+  "faster": ("none", "dots"),  # the first of these that fits, for the first microbatch, at the end.
   "steps": 5,  # timed updates, after one that compiles.
 }
 TINY = {"model": "tiny", "microbatches": (work.TINY_ROWS,), "steps": 2}
@@ -44,29 +45,33 @@ def measure(record: child.Record, settings: running.Settings) -> None:
   sizes = settings.sizes(SIZES, TINY)
   config = models.config_of(sizes.model)
   update, tx = _update(config, sizes.compute_dtype, sizes.remat)
-  record.put(model=sizes.model, compute_dtype=sizes.compute_dtype, remat=sizes.remat)
+  record.put(model=sizes.model, compute_dtype=sizes.compute_dtype)
   state = train_step.init(models.random_weights(config), tx)
   params, opt_state = state.params, state.opt_state
   del state  # the optimizer step consumes its arrays.
 
-  for of_rows in sizes.microbatches:
-    minibatch = work.minibatch(of_rows, config.vocab_size)
+  def of_rows(rows: work.Rows, remat: str) -> None:
+    minibatch = work.minibatch(rows, config.vocab_size)
     operations = work.update_operations(config, minibatch.microbatches[0])
     minibatch = jax.device_put(minibatch)
     (batch,), denominators = minibatch.microbatches[:1], minibatch.denominators
 
-    def step(batch=batch, denominators=denominators) -> tuple[float, float, float]:
+    def step() -> tuple[float, float, float]:
       nonlocal params, opt_state
       start = time.perf_counter()
       sums = update.start(params)
-      sums, _ = jax.block_until_ready(update.differentiate(params, sums, batch, denominators))
+      sums, _ = jax.block_until_ready(differentiate(params, sums, batch, denominators))
       between = time.perf_counter()
       params, opt_state, _ = jax.block_until_ready(update.apply(params, opt_state, *sums))
       return between - start, time.perf_counter() - between, float(sums[1])
 
+    differentiate = update.differentiate
+    if remat != sizes.remat:
+      differentiate = _update(config, sizes.compute_dtype, remat)[0].differentiate
     first, _, loss = step()
     measured: dict[str, Any] = {
-      "microbatch": of_rows[:2],
+      "microbatch": rows[:2],
+      "remat": remat,
       "operations": operations,
       "tokens": int((batch.segment_ids > 0).sum()),
       "predicted": int(batch.loss_mask.sum()),
@@ -82,6 +87,17 @@ def measure(record: child.Record, settings: running.Settings) -> None:
     measured |= {"samples_s": samples, "peak_gib": child.peak_gib(device), "profile": profile}
     record.append("updates", measured)
     record.put(headline="; ".join(map(headline, record.result["updates"])))
+
+  for rows in sizes.microbatches:
+    of_rows(rows, sizes.remat)
+  for remat in sizes.faster:
+    try:
+      of_rows(sizes.microbatches[0], remat)
+      break
+    except Exception as error:
+      if not child.is_out_of_memory(error):
+        raise
+      record.append("does_not_fit", {"remat": remat, "why": child.first_line(error)})
 
 
 def numbers(
@@ -114,8 +130,8 @@ def headline(update: Mapping[str, Any]) -> str:
   rows, row_tokens = update["microbatch"]
   memory = "" if update["peak_gib"] is None else f", {update['peak_gib']:.1f} GiB"
   return (
-    f"{rows} × {row_tokens}: {update['seconds']:.3g} s, MFU {work.percent(update['mfu'])}{memory}"
-    f" (first {update['first_differentiate_s']:.0f} s)"
+    f"{rows} × {row_tokens}, remat {update['remat']}: {update['seconds']:.3g} s,"
+    f" MFU {work.percent(update['mfu'])}{memory} (first {update['first_differentiate_s']:.0f} s)"
   )
 
 

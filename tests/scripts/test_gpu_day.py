@@ -1,5 +1,6 @@
 """scripts/gpu_day.py: its arithmetic, its judgement, and that no part can spoil the others."""
 
+import contextlib
 import json
 import math
 import os
@@ -21,7 +22,16 @@ sys.path += [str(ROOT / "scripts"), str(ROOT / "scripts" / "benchmark")]
 import attention_variants  # noqa: E402
 import gpu_day  # noqa: E402
 import trace_kinds  # noqa: E402
-from gpu_day_parts import attention, models, running, schedule, summary, update, work  # noqa: E402
+from gpu_day_parts import (  # noqa: E402
+  attention,
+  child,
+  models,
+  running,
+  schedule,
+  summary,
+  update,
+  work,
+)
 from gpu_day_parts import decode as decoding  # noqa: E402
 from gpu_day_parts import head as heads  # noqa: E402
 from gpu_day_parts import tests as gpu_tests  # noqa: E402
@@ -81,6 +91,30 @@ def test_numbers_of_an_update_are_derived_from_its_samples():
     "mfu": pytest.approx(500 / 989),
   }
   assert update.numbers(samples, measured, "cpu")["mfu"] is None
+
+
+@pytest.mark.long
+def test_an_update_that_recomputes_less_is_measured_if_it_fits(monkeypatch, tmp_path):
+  made = update._update
+
+  def short_of_memory(config, dtype, remat):
+    found, tx = made(config, dtype, remat)
+    if remat == "none":
+      found = types.SimpleNamespace(differentiate=exhausted)
+    return found, tx
+
+  def exhausted(*_):
+    raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte.")
+
+  monkeypatch.setattr(update, "_update", short_of_memory)
+  monkeypatch.setattr(update, "_profile", lambda *_: {})
+  monkeypatch.setattr(child, "alone", lambda settings: contextlib.nullcontext())
+  record = child.Record(tmp_path / "partial.json", "update")
+  update.measure(record, running.Settings(tiny=True, scratch=str(tmp_path)))
+  assert [each["remat"] for each in record.result["updates"]] == ["full", "dots"]
+  assert "remat dots: " in record.result["headline"]
+  (why,) = record.result["does_not_fit"]
+  assert why["remat"] == "none" and "RESOURCE_EXHAUSTED" in why["why"]
 
 
 def test_the_models_have_as_many_parameters_as_those_on_the_hub():
@@ -512,7 +546,8 @@ def test_a_tiny_day_runs_to_its_end(tmp_path):
   assert sorted(result["parts"]) == sorted(schedule.NAMES) and skipped <= {"tests", "peer"}
   for name in set(schedule.NAMES) - {"peer"}:
     assert result["parts"][name]["result"]["headline"], name
-  (measured,) = result["parts"]["update"]["result"]["updates"]
+  measured, faster = result["parts"]["update"]["result"]["updates"]
+  assert (measured["remat"], faster["remat"]) == ("full", "none")
   assert measured["profile"]["longest_s"] and len(measured["samples_s"]) == 2
   quickstart = result["parts"]["quickstart"]["result"]["headline"]
   assert quickstart.startswith("2 steps, ") and " → " in quickstart, "two evaluations"
