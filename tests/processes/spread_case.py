@@ -302,6 +302,7 @@ def main(model: str, result: str, address: str, processes: str, index: str, *nam
     found |= {f"{name}/{key}": value for key, value in part.items()}
     print("done", name, flush=True)
   np.savez(f"{result}.{index}.npz", **found)
+  starting.finish(0)
 
 
 if __name__ == "__main__":
