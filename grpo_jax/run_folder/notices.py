@@ -20,6 +20,8 @@ from grpo_jax.run_folder import process_log
 from grpo_jax.run_folder import screen as screens
 
 PACKAGE = "grpo_jax"
+# Packages whose notices are shown without a name: kernels log which implementation they chose.
+OURS = (PACKAGE, "grpo_kernels")
 
 # The lowest level shown, for libraries that log more than a user can act on.
 LEVELS = {
@@ -71,7 +73,7 @@ class _Others(logging.Handler):
     self._ours = ours
 
   def emit(self, record: logging.LogRecord) -> None:
-    if record.name.partition(".")[0] != PACKAGE:  # the package's own records are already shown.
+    if record.name.partition(".")[0] not in OURS:  # the packages' own records are already shown.
       self._ours.handle(record)
 
 
@@ -142,11 +144,19 @@ def for_program() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handling(handler: logging.Handler) -> Iterator[None]:
-  """Adds a handler to the package's logger, so that it also logs notices.
+  """Adds a handler to the packages' loggers, so that they also log notices.
 
   Where the root logger prints, as in some notebooks, it gets no records: they would be shown twice.
   """
-  logger = logging.getLogger(PACKAGE)
+  with contextlib.ExitStack() as stack:
+    for name in OURS:
+      stack.enter_context(_handled(logging.getLogger(name), handler))
+    yield
+
+
+@contextlib.contextmanager
+def _handled(logger: logging.Logger, handler: logging.Handler) -> Iterator[None]:
+  """Adds a handler to one logger."""
   level, propagates = logger.level, logger.propagate
   logger.addHandler(handler)
   if any(_is_standard(each) for each in logging.getLogger().handlers):
@@ -176,9 +186,9 @@ def _is_standard(handler: logging.Handler) -> bool:
 
 
 def _origin(record: logging.LogRecord) -> str:
-  """Returns "jax: " for a record of a library; "" for one of the package."""
+  """Returns "jax: " for a record of a library; "" for one of ours."""
   name = record.name.partition(".")[0]
-  if name == PACKAGE:
+  if name in OURS:
     return ""
   if name == "py":  # a Python warning.
     return ""

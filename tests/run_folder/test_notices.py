@@ -9,6 +9,9 @@ import sys
 import warnings
 
 import pytest
+from grpo_kernels import implementations
+from grpo_kernels.attention import choice as attention_choice
+from grpo_kernels.implementations import Chip
 from rich.console import Console
 
 from grpo_jax.run_folder import console, notices, screen
@@ -50,6 +53,13 @@ def test_notices_warnings_and_errors_have_one_look(shown):
     "warning: mesh.fsdp=2 does not divide 33",
     "error: saving failed",
   ]
+
+
+def test_the_choice_of_a_kernel_is_shown(shown):
+  implementations.log_once.cache_clear()
+  for _ in range(2):
+    attention_choice.pick(None, Chip("cpu", "cpu"), dtype="float32", width=64)
+  assert shown.getvalue() == "attention on cpu: xla_blocked\n"
 
 
 @pytest.mark.filterwarnings("always")

@@ -48,7 +48,8 @@ def pick(name: str | None, chip: Chip, *, dtype: Any, width: int | None = None) 
   """
   if name is None:
     name, reason = default(chip, dtype, width)
-    implementations.log_once("attention", f"attention on {chip}: {name}{reason}")
+    if width is not None:  # else a head of another width may turn out not to fit.
+      implementations.log_once("attention", f"attention on {chip}: {name}{reason}")
   else:
     implementations.check("attention", IMPLEMENTATIONS, name, chip, dtype, width)
   return importlib.import_module(f"grpo_kernels.attention.{IMPLEMENTATIONS[name].module}")
