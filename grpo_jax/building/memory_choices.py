@@ -170,7 +170,9 @@ def choose(
   """
   platform = current_chip().platform
   if platform == "cpu" or room is None:
-    return _without_memory(config, "on a CPU" if platform == "cpu" else "the memory is not known")
+    is_cpu = platform == "cpu"
+    reason = "for a CPU" if is_cpu else "because a device does not report its memory"
+    return _without_memory(config, reason)
   given = configuration.replaced(config, {chosen_options.REMAT: LEAST})
   made = computation.make(given, model, mesh, run_options.objective(config), teacher=teacher)
   held = arrays_in_memory.held_by(made)
@@ -212,7 +214,7 @@ def _without_memory(config: Config, reason: str) -> Choices:
   values = {chosen_options.REMAT: LEAST, **rows}
   open_ones = [name for name in values if name in chosen_options.open_fields(config)]
   shown = ", ".join(f"{name}={values[name]!r}" for name in open_ones)
-  lines = (f"chosen, {reason}: {shown}",) if open_ones else ()
+  lines = (f"{shown}: chosen {reason} (docs/memory.md)",) if open_ones else ()
   return Choices(chosen_options.resolved(config, values), lines)
 
 

@@ -52,12 +52,16 @@ def ample(sizes):
 
 
 def test_a_cpu_and_a_device_of_unknown_memory_take_what_takes_least(sizes):
-  for chip, room in ((Chip("cpu", "cpu"), 1 << 40), (GPU, None)):
+  reasons = "for a CPU", "because a device does not report its memory"
+  for (chip, room), reason in zip(
+    ((Chip("cpu", "cpu"), 1 << 40), (GPU, None)), reasons, strict=True
+  ):
     found = choose(sizes, room, chip)
     assert (found.config.model.remat, found.config.engine.max_rows) == ("full", 64)
     assert found.config.chosen_by_memory == chosen_options.FIELDS[::-1]
     (line,) = found.lines
-    assert "'full'" in line and "64" in line
+    values = "model.remat='full', engine.max_rows=64"
+    assert line == f"{values}: chosen {reason} (docs/memory.md)"
   assert choose(sizes, None, model__remat="dots", engine__max_rows=3).lines == ()
 
 
