@@ -74,12 +74,16 @@ def test_arithmetic_of_an_update_is_not_below_what_the_compiler_counts(remat, tm
 
 @on_h100
 def test_the_update_of_math_1b_fits_one_h100(tmp_path):
-  """Of all programs of the run it takes most memory."""
+  """Of all programs of the run it takes most memory. Nothing in it has a number for each pair."""
   config = plan_request.config_of(["--config=configs/math_1b.py"])
   topology = topologies.parse("h100")
   model, _ = plan_request.model_of(config, None, tmp_path)
   run = plan_request.run_of(config, model, topology, tmp_path)
   job = next(x for x in programs.largest(run.jobs) if programs.program_of(x.name) == "update")
+  with run.assumed():
+    lowered = job.lower().as_text()
+  length = re.search(r"update 1 × (\d+)", job.name)
+  assert length and int(length[1]) > 4096 and not re.search(rf"{length[1]}x{length[1]}x", lowered)
   found = compiling.compiled(job, programs.mesh_of(run, job), host=run.host)
   need = plan.Need("update", run.arrays.beside("update"), found)
   print(f"{job.name}: {need.peak / GIB:.2f} of {topology.chip.usable / GIB:.2f} GiB")
