@@ -10,7 +10,7 @@ import test_attention_cross_lowering as lowering_of_attention
 from aot import TARGET, on_h100, on_tpu
 from grpo_kernels import implementations
 from grpo_kernels.attention import mosaic_gpu as mosaic_attention
-from grpo_kernels.linear_logprobs import core, reference
+from grpo_kernels.linear_logprobs import core, reference, token_local
 from test_cross_lowering import MODELS, PASSES_OF_MODELS, TOKENS, passes, structs, sweep
 
 from grpo_plan import topologies
@@ -76,8 +76,9 @@ def test_memory_of_the_chunked_form_on_an_h100(which, model):
 def swept(target, model, **options):
   """Compiles the value and gradients of a loss in one sweep."""
   chip = implementations.chip_of(topologies.devices(topologies.parse(target))[0])
+  arguments = structs(*MODELS[model], options.get("head_layout", "vd"))
   with implementations.assumed_chip(chip):
-    made = aot.compile_for(target, sweep(**options), structs(*MODELS[model]))
+    made = aot.compile_for(target, sweep(**options), arguments)
   said = f"{made.temporary_bytes / MIB:.3f} MiB, {made.kernels}"
   print(f"{target} sweep {model} {options}: {said}")
   return made
@@ -168,6 +169,32 @@ def test_kernels_compile_for_a_tpu(target, model):
   assert "tpu_custom_call" in made.hlo
   assert_holds_no_logits(made, model)
   assert made.temporary_bytes <= BOUNDS["mosaic_gpu", "value_and_grad"][model]  # no more there.
+
+
+def operations_in_memory(hlo, shape):
+  """Returns the operations that leave an array of this shape in memory: not within a fusion."""
+  computations = [x for x in hlo.split("\n\n") if not x.lstrip().startswith("%fused")]
+  found = re.findall(rf"= {re.escape(shape)}\S* ([\w-]+)\(", "\n".join(computations))
+  return set(found) - {"parameter", "get-tuple-element"}
+
+
+@on_tpu
+@pytest.mark.parametrize(
+  ("model", "head_layout", "bound"), [("Qwen2.5-1.5B", "vd", 2.2), ("Llama-3-8B", "dv", 3.3)]
+)
+@pytest.mark.parametrize("target", ["v5e:2x2", "v6e:2x2"])
+def test_the_kernel_of_a_sweep_on_a_tpu(target, model, head_layout, bound):
+  made = swept(target, model, head_layout=head_layout)
+  width, vocabulary = MODELS[model]
+  assert "linear_logprobs_numerators" in made.hlo
+  assert_holds_no_logits(made, model)
+  assert made.temporary_bytes <= bound * GIB, f"{made.temporary_bytes / GIB:.3f} GiB"
+  # Numerators are written by the kernel, and read and replaced within two products.
+  rows = token_local.chunk_size(TOKENS, vocabulary, "tpu", is_fused=True)
+  assert f"f32[{rows},{vocabulary}]" not in made.hlo
+  assert operations_in_memory(made.hlo, f"bf16[{rows},{vocabulary}]") <= {"custom-call"}
+  for a, b in ((width, vocabulary), (vocabulary, width)):
+    assert not operations_in_memory(made.hlo, f"bf16[{a},{b}]") & {"copy", "transpose"}
 
 
 def test_logits_would_be_seen():

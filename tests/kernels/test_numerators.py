@@ -12,18 +12,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from grpo_kernels import implementations
-from grpo_kernels.linear_logprobs import choice, core, mosaic_gpu, reference, sharded, token_local
+from grpo_kernels.linear_logprobs import (
+  choice,
+  core,
+  mosaic_gpu,
+  mosaic_gpu_tiles,
+  pallas_tpu,
+  pallas_tpu_tiles,
+  reference,
+  sharded,
+  token_local,
+)
 from grpo_kernels.linear_logprobs import numerators as of_softmax
-from grpo_kernels.linear_logprobs.mosaic_gpu_tiles import Tiles
 from jax.sharding import Mesh
-from test_choice import A100, CPU, H100, V5E
+from test_choice import A100, CPU, H100, V5E, V6E
 from test_cross_lowering import MODELS, logits_in, lowered, structs, sweep
 from test_token_local import assert_same, case, clipped, differentiate, one_sweep, two_passes
 
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-  """The definition of `numerators`, in JAX; E has the dtype of hidden."""
+  """The definition of `numerators`, in JAX; E has the dtype of hidden. The rest is a kernel's."""
+
+  like: Any = mosaic_gpu
 
   def numerators(self, settings, hidden, head, targets, columns, references):
     logits = reference.dot(hidden, head, head_layout=settings.head_layout)
@@ -43,20 +54,38 @@ class Plain:
     rows = -len(targets) % 8
     return jnp.pad(found, ((0, rows), (0, 0))).astype(hidden.dtype), largest, statistics
 
+  def __getattr__(self, name):
+    return getattr(self.like, name)
 
-# Two row tiles at once, three parts of the vocabulary, two stages: all seams within a few tiles.
-SMALL = Tiles(rows=128, columns=64, stages=2, lead=1, group=2, splits=3, chunk=128)
+
+# On a GPU two row tiles at once, three parts of the vocabulary, two stages; on a TPU two groups of
+# lanes to a tile: all seams within a few tiles.
+KERNELS = {
+  "mosaic_gpu": mosaic_gpu.Kernels(
+    mosaic_gpu_tiles.Tiles(rows=128, columns=64, stages=2, lead=1, group=2, splits=3, chunk=128)
+  ),
+  "pallas_tpu": pallas_tpu.PallasTpu(
+    tiles=pallas_tpu_tiles.Tiles(rows=128, columns=256, chunk=512, vmem_limit_bytes=1 << 20)
+  ),
+}
+CHOSEN = {
+  "mosaic_gpu": mosaic_gpu.Kernels(mosaic_gpu_tiles.Tiles(group=1, splits=2)),
+  "pallas_tpu": pallas_tpu.PallasTpu("TPU v6 lite"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Interpreted:
-  """The kernel for Hopper in its interpreter."""
+  """A kernel in its interpreter."""
 
-  tiles: Tiles = SMALL
+  kernels: Any
 
   def numerators(self, settings, *arguments):
     settings = dataclasses.replace(settings, interpret=True)
-    return mosaic_gpu.Kernels(self.tiles).numerators(settings, *arguments)
+    return self.kernels.numerators(settings, *arguments)
+
+  def __getattr__(self, name):
+    return getattr(self.kernels, name)
 
 
 @pytest.fixture
@@ -70,6 +99,9 @@ def use(monkeypatch):
   return use
 
 
+LIKE = [pytest.param(Plain(x), id=x.__name__.rpartition(".")[2]) for x in (mosaic_gpu, pallas_tpu)]
+
+
 free_entropy = functools.partial(one_sweep, differentiate_entropy=False)
 
 
@@ -79,6 +111,7 @@ def of_logprobs(logprobs, _, *rest):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("like", LIKE)
 @pytest.mark.parametrize(
   ("n", "v", "temperature", "head_layout", "chunk", "dtype"),
   [
@@ -89,8 +122,9 @@ def of_logprobs(logprobs, _, *rest):
   ],
 )
 def test_loss_and_gradients_are_those_of_two_passes(
-  n, v, temperature, head_layout, chunk, dtype, use
+  n, v, temperature, head_layout, chunk, dtype, like, use
 ):
+  use(like)
   inputs, data, constants = case(n, v, head_layout=head_layout, dtype=dtype)
   data["mask"][0] = True
   settings = {"head_layout": head_layout, "temperature": temperature}
@@ -105,6 +139,7 @@ def test_loss_and_gradients_are_those_of_two_passes(
 def far_case():
   """Returns a case whose largest logits are 100 nats above all that is looked at before."""
   (hidden, head, _), data, constants = case(12, 301)
+  data["advantages"] /= 100  # for a loss of size 1, as the comparison expects.
   hidden, head = np.array(hidden), np.array(head)
   hidden[:, 0] = 10.0
   head[:, 0], head[200:202, 0] = 0.0, 10.0
@@ -153,17 +188,35 @@ def test_targets_outside_the_vocabulary_have_nan_and_no_gradient(use):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("like", LIKE)
 @pytest.mark.parametrize(
   ("sizes", "v", "is_far"), [((2, 4), 301, False), ((2, 4), 301, True), ((1, 8), 5, False)], ids=str
 )
-def test_a_mesh_changes_nothing(sizes, v, is_far, use):
+def test_a_mesh_changes_nothing(sizes, v, is_far, like, use):
+  use(like)
+  chunk = 4 if like.loops_over_all else 3
   inputs, data, constants = far_case() if is_far else case(16, v)
   loss = weighted if is_far else of_logprobs
   mesh = Mesh(np.asarray(jax.devices()).reshape(sizes), ("rows", "vocab"))
   part = sharded.Partition(mesh, vocab_axis="vocab", token_axes=("rows",))
-  got = differentiate(free_entropy(loss, data, constants, token_chunk=3, partition=part), inputs)
-  expected = differentiate(free_entropy(loss, data, constants, token_chunk=3), inputs)
+  got = differentiate(
+    free_entropy(loss, data, constants, token_chunk=chunk, partition=part), inputs
+  )
+  expected = differentiate(free_entropy(loss, data, constants, token_chunk=chunk), inputs)
   assert_same(got, expected, 5e-6)
+
+
+@pytest.mark.parametrize("like", LIKE)
+def test_chunks_behind_the_last_live_token_change_nothing(like, use):
+  use(like)
+  inputs, data, constants = case(24, 301)
+  data["mask"] &= np.arange(24) < 11
+  run = lambda live: differentiate(
+    free_entropy(of_logprobs, data, constants, token_chunk=8, live=live), inputs
+  )
+  got, expected = run(jnp.int32(11)), run(None)
+  assert_same((got[0][0], got[1]), (expected[0][0], expected[1]), 1e-6)
+  assert not np.asarray(got[0][1][0])[16:].any()
 
 
 def test_loss_alone_takes_no_numerators(use):
@@ -175,21 +228,22 @@ def test_loss_alone_takes_no_numerators(use):
   jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def check(n, d, v, *, head_layout="vd", temperature=1.0, token_chunk=None):
+def check(n, d, v, *, head_layout="vd", temperature=1.0, token_chunk=None, partition=None):
   """Compares logprobs, entropies and gradients of a sweep in bfloat16 with float64."""
   inputs = conformance.random_case(n, d, v, dtype="bfloat16", head_layout=head_layout)
   g, _ = conformance.cotangents(n)
   data = {"advantages": jnp.asarray(g, jnp.float32)}
   settings: dict[str, Any] = {"temperature": temperature, "head_layout": head_layout}
   exact = conformance.oracle(*inputs, g=g, g_entropy=np.zeros(n), **settings)
-  f = free_entropy(weighted, data, None, token_chunk=token_chunk, **settings)
+  how = {"token_chunk": token_chunk, "partition": partition}
+  f = free_entropy(weighted, data, None, **how, **settings)
   (_, outputs), gradients = differentiate(f, inputs)
   got = conformance.Outcome(*(np.asarray(x, np.float64) for x in (*outputs, *gradients)))
   conformance.assert_conforms(got, exact, conformance.TOLERANCES["gradient bfloat16"])
   return got
 
 
-interpreted = pytest.mark.parametrize("name", conformance.parametrised("mosaic_gpu"))
+interpreted = pytest.mark.parametrize("name", conformance.INTERPRETED)
 
 
 @interpreted
@@ -202,13 +256,13 @@ interpreted = pytest.mark.parametrize("name", conformance.parametrised("mosaic_g
   ],
 )
 def test_kernel_agrees_with_float64(name, n, d, v, head_layout, temperature, chunk, use):
-  use(Interpreted())
+  use(Interpreted(KERNELS[name]))
   check(n, d, v, head_layout=head_layout, temperature=temperature, token_chunk=chunk)
 
 
 @interpreted
 def test_kernel_agrees_with_float64_with_the_tiles_of_the_chip_and_repeats_its_bits(name, use):
-  use(Interpreted(Tiles(group=1, splits=2)))
+  use(Interpreted(CHOSEN[name]))
   runs = [check(150, 128, 208, temperature=0.7) for _ in range(2)]
   jax.tree.map(np.testing.assert_array_equal, *runs)
 
@@ -220,7 +274,8 @@ def test_columns_that_are_not_real_have_no_numerators(name, columns):
   head = head.at[columns:].set(100.0)
   settings = core.Settings(with_entropy=True)
   arguments = (settings, hidden, head, targets, jnp.int32(columns), jnp.zeros(20))
-  found, right = Interpreted().numerators(*arguments), Plain().numerators(*arguments)
+  found = Interpreted(KERNELS[name]).numerators(*arguments)
+  right = Plain().numerators(*arguments)
   assert not np.asarray(found[0])[:, columns:].any()
   for mine, expected in zip(jax.tree.leaves(found[2]), jax.tree.leaves(right[2]), strict=True):
     np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-5)
@@ -228,46 +283,67 @@ def test_columns_that_are_not_real_have_no_numerators(name, columns):
     np.testing.assert_allclose(found[1], right[1], rtol=1e-6)
 
 
-# Module, function, and its replacement.
+@interpreted
+def test_vocabulary_of_the_kernel_is_split_over_a_mesh(name, use):
+  use(Interpreted(KERNELS[name]))
+  part = sharded.Partition(Mesh(np.asarray(jax.devices()[:2]), ("vocab",)), vocab_axis="vocab")
+  check(13, 64, 528, temperature=0.7, token_chunk=5, partition=part)
+
+
+# Kernel → fault → place in its modules, and what is there instead.
 FAULTS = {
-  "missing-wait-for-a-free-slot": ("mosaic_gpu_kernels", "await_free", lambda *_: None),
-  "missing-wait-for-a-copy": ("mosaic_gpu_kernels", "await_full", lambda *_: None),
-  "dropped-tail-tile": (
-    "mosaic_gpu_kernels",
-    "tiles_over",
-    lambda size, tile: max(1, size // tile),
-  ),
-  "target-not-replaced": ("token_local", "_replaced", lambda numerators, *_: numerators),
+  "mosaic_gpu": {
+    "missing-wait-for-a-free-slot": ("mosaic_gpu_kernels.await_free", lambda *_: None),
+    "missing-wait-for-a-copy": ("mosaic_gpu_kernels.await_full", lambda *_: None),
+    "dropped-tail-tile": (
+      "mosaic_gpu_kernels.tiles_over",
+      lambda size, tile: max(1, size // tile),
+    ),
+    "target-not-replaced": ("mosaic_gpu.Kernels.replaced", lambda _, values, *__: values),
+  },
+  "pallas_tpu": {
+    "dropped-tail-tile": ("pallas_tpu_tiles.tiles_over", lambda size, tile: max(1, size // tile)),
+    "unmasked-tail": ("pallas_tpu_kernels.is_column", lambda column, _: column >= 0),
+    "no-temperature": ("pallas_tpu_kernels._tempered", lambda _, difference: difference),
+    "target-not-replaced": ("pallas_tpu.PallasTpu.replaced", lambda _, values, *__: values),
+  },
 }
 
 
-@interpreted
-@pytest.mark.parametrize("fault", [None, *FAULTS])
+@pytest.mark.parametrize(
+  ("name", "fault"),
+  [
+    pytest.param(*one.values, fault, marks=one.marks)
+    for one in conformance.INTERPRETED
+    for fault in (None, *FAULTS[one.values[0]])
+  ],
+)
 def test_fault_in_the_kernel_is_seen(monkeypatch, name, fault, use):
-  use(Interpreted())
-  sizes = {"n": 5, "d": 192, "v": 328, "temperature": 0.7}  # six tiles, the last of them ragged.
+  use(Interpreted(KERNELS[name]))
+  sizes = {"n": 5, "d": 192, "v": 328, "temperature": 0.7}  # the last tile of columns is ragged.
   if fault is None:
     check(**sizes)
     return
-  module, function, wrong = FAULTS[fault]
-  monkeypatch.setattr(f"grpo_kernels.linear_logprobs.{module}.{function}", wrong)
+  place, wrong = FAULTS[name][fault]
+  monkeypatch.setattr(f"grpo_kernels.linear_logprobs.{place}", wrong)
   jax.clear_caches()  # what was traced without the fault.
   try:
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
       check(**sizes)
   finally:
-    # As the interpreter asks for after an error.
-    interpreter = "jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call"
-    importlib.import_module(interpreter).reset_gpu_interpret_mode_state()
+    if name == "mosaic_gpu":  # as its interpreter asks for after an error.
+      interpreter = "jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call"
+      importlib.import_module(interpreter).reset_gpu_interpret_mode_state()
     jax.clear_caches()
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("chip", "platform"), [(H100, "cuda"), (V5E, "tpu"), (V6E, "tpu")])
 @pytest.mark.parametrize(("model", "head_layout"), [("Qwen2.5-1.5B", "vd"), ("Llama-3-8B", "dv")])
-def test_sweep_lowers_at_the_sizes_of_real_models(model, head_layout):
-  with implementations.assumed_chip(H100):
+def test_sweep_lowers_at_the_sizes_of_real_models(model, head_layout, chip, platform):
+  with implementations.assumed_chip(chip):
     run = sweep(head_layout=head_layout)
-    text = lowered(run, structs(*MODELS[model], head_layout), "cuda")
+    text = lowered(run, structs(*MODELS[model], head_layout), platform)
   assert "linear_logprobs_numerators" in text
   assert not logits_in(text, MODELS[model][1])
 
@@ -279,7 +355,8 @@ SIZES = {"dtype": "bfloat16", "width": 1536, "columns": 151936, "head_layout": "
   ("chip", "change", "reason"),
   [
     (CPU, {}, ""),
-    (V5E, {}, ""),
+    (V5E, {"dtype": "float32"}, "has numerators in bfloat16, got float32"),
+    (V5E, {"width": 65536}, "does not fit in the chip's VMEM at a width of 65536"),
     (A100, {}, "runs on NVIDIA GPUs of the Hopper generation"),
     (H100, {"dtype": "float32"}, "computes in bfloat16, got float32"),
     (H100, {"width": 100}, "multiple of 64, got 100"),
@@ -299,20 +376,34 @@ def test_sweep_is_plain_xla_where_the_kernel_does_not_fit(chip, change, reason, 
   assert choice.pick_sweep("xla_chunked", chip, **sizes) is None
   if reason:
     with pytest.raises(NotImplementedError, match=reason):
-      choice.pick_sweep("mosaic_gpu", chip, **sizes)
+      choice.pick_sweep(choice.SWEEPS[chip.platform], chip, **sizes)
 
 
-def test_sweep_takes_the_kernel_on_hopper(caplog):
+@pytest.mark.parametrize(
+  ("chip", "kernel", "columns"),
+  [(H100, mosaic_gpu, 151936), (V5E, pallas_tpu, 151936), (V6E, pallas_tpu, 50257)],
+)
+def test_sweep_takes_the_kernel_of_the_chip(chip, kernel, columns, caplog):
   implementations.log_once.cache_clear()
+  name = kernel.__name__.rpartition(".")[2]
+  sizes = {**SIZES, "columns": columns, "differentiates_entropy": False}
   with caplog.at_level(logging.INFO, "grpo_kernels.linear_logprobs"):
-    assert choice.pick_sweep(None, H100, differentiates_entropy=False, **SIZES) is mosaic_gpu
-  assert [r.getMessage() for r in caplog.records] == [f"linear_objective on {H100}: mosaic_gpu"]
-  with pytest.raises(ValueError, match="no implementation 'pallas_tpu'"):
-    choice.pick_sweep("pallas_tpu", V5E, differentiates_entropy=False, **SIZES)
+    assert choice.pick_sweep(None, chip, **sizes) is kernel
+  assert [r.getMessage() for r in caplog.records] == [f"linear_objective on {chip}: {name}"]
+  assert choice.pick_sweep(name, chip, **sizes) is kernel
 
 
+def test_sweep_has_no_other_kernels():
+  with pytest.raises(ValueError, match=r"no implementation 'reference'.* mosaic_gpu, pallas_tpu"):
+    choice.pick_sweep("reference", V5E, differentiates_entropy=False, **SIZES)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
 @pytest.mark.parametrize(("tokens", "vocabulary"), [(16384, 151936), (16384, 49152), (300, 151936)])
-def test_chunks_of_the_kernel_are_whole_tiles_and_a_part_of_the_tokens(tokens, vocabulary):
-  chunk = token_local.chunk_size(tokens, vocabulary, "gpu", is_fused=True)
-  assert chunk % token_local.FUSED_ROWS == 0 or chunk < token_local.FUSED_ROWS
-  assert chunk < tokens and chunk * vocabulary <= token_local.MAX_NUMERATORS
+def test_chunks_of_the_kernel_are_whole_tiles_and_a_part_of_the_tokens(
+  tokens, vocabulary, platform
+):
+  chunk = token_local.chunk_size(tokens, vocabulary, platform, is_fused=True)
+  rows = token_local.FUSED_ROWS[platform]
+  assert chunk % rows == 0 or chunk < rows
+  assert chunk < tokens and chunk * vocabulary <= token_local.MAX_NUMERATORS[platform]

@@ -26,8 +26,8 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 
 # Platform → the kernel that is used there if it fits; otherwise xla_chunked is.
 KERNELS: dict[str, str] = {"gpu": "mosaic_gpu", "tpu": "pallas_tpu"}
-# Platform → the kernel that computes the numerators of `token_local`. A TPU has none.
-SWEEPS: dict[str, str] = {"gpu": "mosaic_gpu"}
+# Platform → the kernel that computes the numerators of `token_local`.
+SWEEPS: dict[str, str] = {"gpu": "mosaic_gpu", "tpu": "pallas_tpu"}
 
 
 def pick(name: str | None, chip: Chip, *, dtype: Any, width: int) -> Any:
@@ -75,7 +75,7 @@ def pick_sweep(
   """Returns the module whose `numerators` a sweep of `token_local` uses; None: plain XLA.
 
   Args:
-    name: "mosaic_gpu", or "xla_chunked" for plain XLA; None: chosen automatically.
+    name: Value of `SWEEPS`, or "xla_chunked" for plain XLA; None: chosen automatically.
     chip: Chip that the computation will run on.
     dtype: Dtype of the hidden states.
     width: Width D of the hidden states.
@@ -87,15 +87,15 @@ def pick_sweep(
     ValueError: No sweep has that name.
     NotImplementedError: The named kernel does not run on this chip, or not with these arguments.
   """
-  if name is not None and name not in ("xla_chunked", *SWEEPS.values()):
-    raise ValueError(f"a sweep has no implementation {name!r}; there are xla_chunked, mosaic_gpu")
+  known = ("xla_chunked", *SWEEPS.values())
+  if name is not None and name not in known:
+    raise ValueError(f"a sweep has no implementation {name!r}; there are {', '.join(known)}")
   kernel = name or SWEEPS.get(chip.platform, "xla_chunked")
   reason = ""
   if kernel != "xla_chunked":
-    multiple = load(kernel).VOCABULARY_MULTIPLE[head_layout]
-    misfit = IMPLEMENTATIONS[kernel].misfit(chip, dtype, width)
-    if not misfit and columns % multiple:
-      misfit = f"needs a head whose columns are a multiple of {multiple}, got {columns}"
+    misfit = IMPLEMENTATIONS[kernel].misfit(chip, dtype, width) or load(
+      kernel
+    ).misfit_of_numerators(chip, dtype=dtype, width=width, columns=columns, head_layout=head_layout)
     if not misfit and differentiates_entropy:
       misfit = "has no gradient of the entropy in one sweep"
     if misfit and name is not None:

@@ -42,12 +42,13 @@ gradients 36.3 ms; `numerators` has never run on a GPU.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from grpo_kernels.implementations import Chip
 from grpo_kernels.linear_logprobs import core
 from grpo_kernels.linear_logprobs import mosaic_gpu_epilogues as epilogues
 from grpo_kernels.linear_logprobs import mosaic_gpu_kernels as kernels
@@ -66,6 +67,8 @@ class Kernels:
   """The implementation, with tiles by size or with given ones; hashable."""
 
   tiles: Tiles | None = None  # None: by `mosaic_gpu_tiles.choose_tiles`.
+  loops_over_all: ClassVar[bool] = False  # over chunks; the first one makes the sums.
+  gathered_layouts: ClassVar[tuple[str, ...]] = ("vd", "dv")  # whose single columns are read.
 
   def statistics(
     self,
@@ -191,6 +194,16 @@ class Kernels:
     moment = moment * LN_2 if settings.with_entropy else None
     return found, largest, Statistics(references, total, moment, target)
 
+  def replaced(
+    self, values: Float[Array, "M V"], targets: Int[Array, " N"], of_targets: Float[Array, " N"]
+  ) -> Float[Array, "M V"]:
+    """Returns numerators with those of the targets replaced, in place; none outside of them."""
+    size = values.shape[1]
+    places = jnp.where((targets >= 0) & (targets < size), targets, size)
+    return values.at[jnp.arange(targets.shape[0]), places].set(
+      of_targets.astype(values.dtype), mode="drop", unique_indices=True, indices_are_sorted=True
+    )
+
   def _tiles(self, settings: Settings, hidden: Array, head: Array) -> Tiles:
     """Returns the tiles to use for these arrays."""
     tokens, width = hidden.shape
@@ -198,6 +211,17 @@ class Kernels:
     return self.tiles or tiling.choose_tiles(
       tokens, width, vocabulary, vocab_chunk=settings.vocab_chunk
     )
+
+
+def misfit_of_numerators(
+  chip: Chip, *, dtype: Any, width: int, columns: int, head_layout: str
+) -> str | None:
+  """Returns why `numerators` does not take heads like this one; None if it does."""
+  del chip, dtype, width  # `choice.IMPLEMENTATIONS` has what all functions need of them.
+  multiple = VOCABULARY_MULTIPLE[head_layout]
+  if columns % multiple:
+    return f"needs a head whose columns are a multiple of {multiple}, got {columns}"
+  return None
 
 
 def combine(
@@ -340,4 +364,7 @@ _default = Kernels()
 statistics = _default.statistics
 gradients = _default.gradients
 numerators = _default.numerators
+replaced = _default.replaced
+loops_over_all = _default.loops_over_all
+gathered_layouts = _default.gathered_layouts
 linear_logprobs = core.entry(_default)

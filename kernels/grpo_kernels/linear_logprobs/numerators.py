@@ -4,9 +4,10 @@
 
 An online softmax corrects its sums whenever it meets a larger logit. Numerators that are in memory
 cannot be corrected, so r has to be known before the product: the largest of the target's logit and
-those of the first columns. That is not the largest of all, and it need not be: bfloat16 has the
-exponents of float32, so E is as exact as p if the largest is at most 2⁶⁰ times the one of r. If it
-is not, which nothing excludes, the kernel runs once more with the largest that it found.
+those of the first columns, or of the latter alone where reading single columns would copy the head
+(`gathered_layouts` of a kernel). That is not the largest of all, and it need not be: bfloat16 has
+the exponents of float32, so E is as exact as p if the largest is at most 2⁶⁰ times the one of r. If
+it is not, which nothing excludes, the kernel runs once more with the largest that it found.
 """
 
 import functools
@@ -46,7 +47,7 @@ def numerators_of(
   """Returns the numerators of this device's columns, and the statistics of the whole vocabulary.
 
   Args:
-    kernels: Implementation with a function `numerators`, such as `mosaic_gpu`.
+    kernels: Implementation with `numerators`, such as `mosaic_gpu`.
     settings: Static settings.
     hidden: Hidden states.
     head: This device's part of the head, in the dtype of the hidden states.
@@ -67,7 +68,10 @@ def numerators_of(
     return jnp.any(excess > MOST_POWERS * math.log(2))
 
   # One call in the program, for both runs: nothing was found yet, and everything exceeds that.
-  nearby = over(_references(settings, hidden, head, targets, columns))
+  nearby = _references(
+    settings, hidden, head, targets, columns, settings.head_layout in kernels.gathered_layouts
+  )
+  nearby = over(nearby)
   shapes = jax.eval_shape(about, nearby)
   nothing = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), shapes.statistics)
   nothing = nothing._replace(largest=jnp.full_like(nearby, LOWEST))
@@ -87,18 +91,22 @@ def _run(kernels, settings, hidden, head, targets, columns, references):
   return kernels.numerators(settings, hidden, head, targets, columns, references)
 
 
-def _references(settings: Settings, hidden, head, targets, columns) -> Float[Array, " N"]:
-  """Returns the largest logit of each token among the first columns and its target."""
+def _references(
+  settings: Settings, hidden, head, targets, columns, with_target: bool
+) -> Float[Array, " N"]:
+  """Returns the largest logit of each token among the first columns and, if wanted, its target."""
   axis = settings.vocab_axis
   size = head.shape[axis]
   first = jax.lax.slice_in_dim(head, 0, min(FIRST_COLUMNS, size), axis=axis)
   logits = reference.dot(hidden, first, head_layout=settings.head_layout)
   real = size if columns is None else columns
   column = jax.lax.broadcasted_iota(jnp.int32, (1, logits.shape[1]), 1)
-  logits = jnp.where(column < real, logits, LOWEST)
+  largest = jnp.max(jnp.where(column < real, logits, LOWEST), axis=1)
+  if not with_target:
+    return largest
   own = jnp.take(head, jnp.clip(targets, 0, size - 1), axis=axis)
   of_target = jnp.einsum(
     "nd,nd->n" if axis == 0 else "nd,dn->n", hidden, own, preferred_element_type=jnp.float32
   )
   of_target = jnp.where((targets >= 0) & (targets < real), of_target, LOWEST)
-  return jnp.maximum(jnp.max(logits, axis=1), of_target)
+  return jnp.maximum(largest, of_target)

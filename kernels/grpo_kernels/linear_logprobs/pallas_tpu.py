@@ -1,4 +1,4 @@
-"""Same as `reference`, by two Pallas kernels for TPU; logits are in VMEM only. Pure.
+"""Same as `reference`, by Pallas kernels for TPU; logits are in VMEM only. Pure.
 
 `statistics` is one kernel: a tile of tokens stays in VMEM at full width while the head streams
 past it once, tile by tile. Each lane keeps a running maximum, sum, first moment and target logit
@@ -14,6 +14,9 @@ of the head's gradient, written once, and a float32 sum for hidden's. A chunk of
 byte, 1228 for D = 1536 and C = 8192 [arithmetic]. A kernel that kept S to itself would compute the
 logits twice over (10·N·D·V operations instead of 8·N·D·V), once for the sum of each gradient, or
 add to one of the gradients in HBM with every tile.
+
+`numerators` serves a sweep of `token_local`: the pipeline of `statistics`, which also writes
+exp((a - r) / τ) in bfloat16. r is known before, so no sum is ever rescaled.
 
 The head is never copied, padded or transposed: both layouts are contracted as they lie, a ragged
 end of V is masked, and a ragged N is clipped by the pipeline. Any D: it is not split, and where it
@@ -35,18 +38,22 @@ libtpu's static schedule (not a timing) of one v6e tile of `statistics`, 1024 ×
 do not cover. Two narrower dots to a tile, or tiles of 1024 columns, came to the same within 5 %
 and took two to five times as long to compile.
 
+A tile of `numerators` at D = 1536 has 6946 on a v5e (512 × 512 logits), where the matrix units
+need 6144, and 5910 on a v6e (1024 × 512), where they need 3072 (2026-11-28).
+
 In the interpreter (CPU, N = 150, D = 576, V = 5003, τ = 0.7, 2026-11-21), against float64:
 logprobs to 1.6e-5, entropies to 1.5e-5, gradients to 2.4e-3 in bf16 and 3.0e-6 in float32.
 """
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from grpo_kernels.implementations import Chip
 from grpo_kernels.linear_logprobs import core
 from grpo_kernels.linear_logprobs import pallas_tpu_kernels as kernels
 from grpo_kernels.linear_logprobs import pallas_tpu_tiles as tiling
@@ -60,6 +67,11 @@ class PallasTpu:
 
   device_kind: str | None = None  # a key of `PREFERRED`; None: the one of this process.
   tiles: Tiles | None = None  # None: by `choose_tiles`.
+  # Whether the loop over chunks has the first one, too: XLA gives a loop other memory than what is
+  # before it, so numerators would be in memory twice.
+  loops_over_all: ClassVar[bool] = True
+  # Layouts whose single columns are read as they are; of the other one XLA makes a transposed copy.
+  gathered_layouts: ClassVar[tuple[str, ...]] = ("vd",)
 
   def statistics(
     self,
@@ -115,6 +127,49 @@ class PallasTpu:
       d_head = jax.lax.slice_in_dim(d_head, 0, vocabulary, axis=settings.vocab_axis)
     return d_hidden[:tokens], d_head
 
+  def numerators(
+    self,
+    settings: Settings,
+    hidden: Float[Array, "N D"],
+    head: Float[Array, "_ _"],
+    targets: Int[Array, " N"],
+    columns: Int[Array, ""] | None,
+    references: Float[Array, " N"],
+  ) -> tuple[Float[Array, "M V"], Float[Array, " N"], Statistics]:
+    """Returns E = exp((a - r) / τ) in bfloat16, max a, and the statistics about r, of E unrounded.
+
+    E has N rows, or 128 if there are fewer.
+
+    Args:
+      settings: Static settings.
+      hidden: Hidden states, N at least 1.
+      head: Head.
+      targets: Token ids; one outside of the real columns gives a logit of 0.
+      columns: Number of real columns; None: all.
+      references: Reference r of each token; see the module `numerators`.
+    """
+    tokens, vocabulary = hidden.shape[0], head.shape[settings.vocab_axis]
+    tiles = self._tiles(settings, hidden, head)
+    limit = _limit(settings, head, columns)
+    hidden, head, targets = _at_least_a_tile(settings, limit, hidden, head, targets)
+    of_rows = _at_least(references, 0)
+    values, found = kernels.numerators(settings, tiles, limit, hidden, head, targets, of_rows)
+    largest, total, moment, target = found[:, :tokens]
+    moment = moment if settings.with_entropy else None
+    return values[:, :vocabulary], largest, Statistics(references, total, moment, target)
+
+  def replaced(
+    self, values: Float[Array, "M V"], targets: Int[Array, " N"], of_targets: Float[Array, " N"]
+  ) -> Float[Array, "M V"]:
+    """Returns numerators with those of the targets replaced; none outside of the columns.
+
+    An element is chosen where it is read: XLA makes that part of a product's operand on a TPU,
+    where writing to single elements copies all of them.
+    """
+    targets, of_targets = (_column(x, values.shape[0]) for x in (targets, of_targets))
+    column = jax.lax.broadcasted_iota(jnp.int32, (1, values.shape[1]), 1)
+    return jnp.where(column == targets, of_targets.astype(values.dtype), values)
+
   def _tiles(self, settings: Settings, hidden: Array, head: Array) -> Tiles:
     """Returns the tiles to use for these arrays."""
     tokens, width = hidden.shape
@@ -127,6 +182,25 @@ class PallasTpu:
       head_dtype=head.dtype,
       vocab_chunk=settings.vocab_chunk,
     )
+
+
+def misfit_of_numerators(
+  chip: Chip, *, dtype: Any, width: int, columns: int, head_layout: str
+) -> str | None:
+  """Returns why `numerators` does not take heads like this one; None if it does."""
+  del head_layout
+  if jnp.dtype(dtype) != jnp.bfloat16:
+    return f"has numerators in bfloat16, got {jnp.dtype(dtype).name}"
+  try:
+    tiling.choose_tiles(chip.kind, LANES, width, columns)
+  except ValueError:
+    return f"does not fit in the chip's VMEM at a width of {width}"
+  return None
+
+
+def _column(x: Array, rows: int) -> Array:
+  """Returns one number per token as [rows 1], 0 after the last token."""
+  return jnp.pad(x, (0, rows - x.shape[0]))[:, None]
 
 
 def _over_chunks(settings: Settings, tiles: Tiles, slopes, hidden: Array, head: Array):
@@ -184,4 +258,8 @@ def _at_least(x: Array, axis: int) -> Array:
 _default = PallasTpu()
 statistics = _default.statistics
 gradients = _default.gradients
+numerators = _default.numerators
+replaced = _default.replaced
+loops_over_all = _default.loops_over_all
+gathered_layouts = _default.gathered_layouts
 linear_logprobs = core.entry(_default)

@@ -1,4 +1,4 @@
-"""The two Pallas kernels for TPU and their calls; `pallas_tpu` explains them. Pure."""
+"""The three Pallas kernels for TPU and their calls; `pallas_tpu` explains them. Pure."""
 
 import functools
 from typing import Any
@@ -109,17 +109,118 @@ def _combine(settings: Settings, lanes: list[Array]) -> Float[Array, "4 rows"]:
   top = jnp.max(largest, axis=1, keepdims=True)
   shift = _tempered(settings, largest - top)
   scale = jnp.exp(shift)
-  columns = (
-    jnp.where(top > START, top, LOWEST),
-    jnp.sum(scale * total, axis=1, keepdims=True),
-    jnp.sum(scale * (moment + total * shift), axis=1, keepdims=True),
-    jnp.sum(chosen, axis=1, keepdims=True),
-  )
-  lane = jax.lax.broadcasted_iota(jnp.int32, largest.shape, 1)
-  table = jnp.zeros_like(largest)
+  return _of_rows(top, scale * total, scale * (moment + total * shift), chosen)
+
+
+def _of_rows(top: Array, *sums: Array) -> Float[Array, "4 rows"]:
+  """Returns the largest logit [rows 1] and the sums of lanes [rows 128], tokens along lanes."""
+  columns = jnp.where(top > START, top, LOWEST), *(jnp.sum(x, axis=1, keepdims=True) for x in sums)
+  lane = jax.lax.broadcasted_iota(jnp.int32, sums[0].shape, 1)
+  table = jnp.zeros_like(sums[0])
   for place, column in enumerate(columns):
     table = jnp.where(lane == place, column, table)
   return table.T[: len(columns)]
+
+
+# --- numerators ---
+
+
+def numerators(
+  settings: Settings,
+  tiles: Tiles,
+  limit: Int[Array, " 1"],
+  hidden: Float[Array, "N D"],
+  head: Float[Array, "_ _"],
+  targets: Int[Array, " N"],
+  references: Float[Array, " N"],
+) -> tuple[Float[Array, "N V"], Float[Array, "4 N"]]:
+  """Returns E = exp((a - r) / τ) in bfloat16, and (largest, total, moment, target) of each token.
+
+  The sums are about r and of E before it is rounded; the moment is 0 without entropy. Columns that
+  are not real have E = 0.
+  """
+  (tokens, width), vocabulary = hidden.shape, head.shape[settings.vocab_axis]
+  steps = tiling.tiles_over(vocabulary, tiles.columns)
+  of_row = pltpu.VMEM((tiles.rows, LANES), jnp.float32)
+  written = 2 * tokens * vocabulary + 16 * tokens
+  return pl.pallas_call(
+    functools.partial(_numerators_kernel, settings, tiles, steps),
+    out_shape=[
+      jax.ShapeDtypeStruct((tokens, vocabulary), jnp.bfloat16),
+      jax.ShapeDtypeStruct((4, tokens), jnp.float32),
+    ],
+    grid_spec=pltpu.PrefetchScalarGridSpec(
+      num_scalar_prefetch=1,
+      grid=(tiling.tiles_over(tokens, tiles.rows), steps),
+      in_specs=[
+        pl.BlockSpec((1, tiles.rows), lambda i, j, *_: (0, i)),
+        pl.BlockSpec((1, tiles.rows), lambda i, j, *_: (0, i)),
+        pl.BlockSpec((tiles.rows, width), lambda i, j, *_: (i, 0)),
+        _head_spec(settings, tiles, width, lambda i, j, *_: j),
+      ],
+      out_specs=[
+        pl.BlockSpec((tiles.rows, tiles.columns), lambda i, j, *_: (i, j)),
+        pl.BlockSpec((4, tiles.rows), lambda i, j, *_: (0, i)),
+      ],
+      scratch_shapes=[pltpu.VMEM((tiles.rows, LANES), jnp.int32)] + [of_row] * 5,
+    ),
+    compiler_params=_compiler_params(tiles),
+    cost_estimate=_cost(tiles, hidden, head, columns=vocabulary, written=written),
+    interpret=_interpreter(settings),
+    name="linear_logprobs_numerators",
+  )(limit, targets[None], references[None], hidden, head)
+
+
+def _numerators_kernel(
+  settings,
+  tiles,
+  steps,
+  limit_ref,
+  targets_ref,
+  references_ref,
+  hidden_ref,
+  head_ref,
+  out_ref,
+  found_ref,
+  *state,
+):
+  """Writes E of one tile, and adds to each lane's statistics; adds lanes up after the last tile."""
+  target_ref, reference_ref, *lanes = state
+  step, limit = pl.program_id(1), limit_ref[0]
+  first = step * tiles.columns
+
+  @pl.when(step == 0)
+  def _():
+    target_ref[...] = _as_column(targets_ref[...])
+    reference_ref[...] = _as_column(references_ref[...])
+    lanes[0][...] = jnp.full_like(lanes[0], START)
+    for ref in lanes[1:]:
+      ref[...] = jnp.zeros_like(ref)
+
+  @pl.when(first >= limit)
+  def _():
+    out_ref[...] = jnp.zeros_like(out_ref)
+
+  @pl.when(first < limit)
+  def _():
+    targets, reference = target_ref[...], reference_ref[...]
+    largest, total, moment, chosen = (ref[...] for ref in lanes)
+    for place, (logits, column) in enumerate(_logits(settings, hidden_ref, head_ref, first)):
+      logits = jnp.where(is_column(column, limit), logits, NOTHING)
+      exponents = _tempered(settings, logits - reference)
+      found = jnp.exp(exponents)
+      out_ref[:, place * LANES : (place + 1) * LANES] = found.astype(out_ref.dtype)
+      largest, total = jnp.maximum(largest, logits), total + found
+      if settings.with_entropy:
+        moment = moment + found * exponents
+      chosen = jnp.where(column == targets, logits, chosen)
+    for ref, value in zip(lanes, (largest, total, moment, chosen), strict=True):
+      ref[...] = value
+
+  @pl.when(step == steps - 1)
+  def _():
+    largest, *sums = (ref[...] for ref in lanes)
+    found_ref[...] = _of_rows(jnp.max(largest, axis=1, keepdims=True), *sums)
 
 
 # --- slopes ---
@@ -200,7 +301,7 @@ def _slopes_kernel(
     out_ref[:, place * LANES : (place + 1) * LANES] = s.astype(out_ref.dtype)
 
 
-# --- what both kernels need ---
+# --- what all kernels need ---
 
 
 def _logits(settings: Settings, hidden_ref, head_ref, first) -> list[tuple[Array, Array]]:

@@ -16,7 +16,7 @@ MAX_SLOPES_BYTES = 256 * MIB  # of one chunk's S.
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-  """Sizes of both kernels, in tokens and columns of the vocabulary."""
+  """Sizes of all kernels, in tokens and columns of the vocabulary."""
 
   rows: int  # tokens that stay in VMEM; a multiple of 128.
   columns: int  # columns fetched, and whose logits exist, at once; a multiple of 128.
@@ -60,7 +60,8 @@ def choose_tiles(
   affordable = MAX_SLOPES_BYTES // (max(tokens, 1) * hidden_bytes)
   chunk = vocab_chunk or min(preferred.chunk, max(MIN_CHUNK, affordable))
   chunk = round_up(min(chunk, tiles_over(vocabulary, MIN_CHUNKS)), LANES)
-  rows = min(preferred.rows, round_up(tokens, LANES))
+  # As many tiles as the preferred ones, of equal size: the last of them is not mostly empty.
+  rows = round_up(tiles_over(tokens, tiles_over(max(tokens, 1), preferred.rows)), LANES)
   columns = min(preferred.columns, chunk)
   limit = preferred.vmem_limit_bytes
   while vmem_bytes(rows, columns, width, hidden_bytes, head_bytes) > limit:
@@ -80,10 +81,10 @@ def choose_tiles(
 
 
 def vmem_bytes(rows: int, columns: int, width: int, hidden_bytes: int, head_bytes: int) -> int:
-  """Returns an upper estimate of the VMEM that the larger kernel takes."""
+  """Returns an upper estimate of the VMEM that the largest kernel takes."""
   width = round_up(width, LANES)
   windows = 2 * width * (rows * hidden_bytes + columns * head_bytes)
-  windows += 2 * rows * columns * hidden_bytes  # S.
+  windows += 2 * rows * columns * hidden_bytes  # S, or numerators.
   converted = columns * width * (hidden_bytes + 4)  # the head in the dtype of hidden.
   if hidden_bytes == 4:
     converted += 3 * 2 * width * (rows + columns)  # float32 is multiplied as three bf16.

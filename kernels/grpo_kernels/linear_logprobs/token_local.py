@@ -38,8 +38,10 @@ Objective = Callable[[Array, Array | None, Any, Any], Float[Array, ""]]
 # By platform: number of logits alive at once, and smallest number of tokens in a chunk, since every
 # chunk reads and writes the whole gradient of the head.
 MAX_LOGITS = {"cpu": 1 << 24, "gpu": 1 << 28, "tpu": 1 << 27}
-MAX_NUMERATORS = 3 << 28  # in bfloat16; as many bytes as MAX_LOGITS["gpu"] and their gradient.
-FUSED_ROWS = 256  # tokens of a tile of the kernel.
+# With a kernel: numerators in bfloat16, and tokens of a tile. On a GPU as many bytes as MAX_LOGITS
+# and their gradient, on a TPU a fifth less.
+MAX_NUMERATORS = {"gpu": 3 << 28, "tpu": 5 << 26}
+FUSED_ROWS = {"gpu": 256, "tpu": 1024}
 MIN_TOKENS = {"cpu": 128, "gpu": 512, "tpu": 512}
 CHUNKS = (2, 4)  # at least; the first where chunks would be short. Never [N V].
 
@@ -86,8 +88,8 @@ def linear_objective(
     live: Number of leading tokens that count, at least one. Chunks after them are not computed,
       so f must be 0 there, and the results for these tokens are meaningless. Not allowed with a
       partition. None: all count.
-    implementation: "mosaic_gpu" or "xla_chunked", which is plain XLA here; None: chosen by
-      `choice.pick_sweep` and logged once at INFO.
+    implementation: "mosaic_gpu", "pallas_tpu", or "xla_chunked", which is plain XLA here; None:
+      chosen by `choice.pick_sweep` and logged once at INFO.
 
   Returns:
     The loss L; logprobs in nats; entropies in nats or None. All float32.
@@ -140,11 +142,15 @@ def chunk_size(tokens: int, vocabulary: int, platform: str, is_fused: bool = Fal
   """Returns the number of tokens in a chunk, which a kernel takes by `FUSED_ROWS`."""
   of_platform = platform if platform in MAX_LOGITS else "gpu"
   least = MIN_TOKENS[of_platform]
-  logits = MAX_NUMERATORS if is_fused else MAX_LOGITS[of_platform]
+  logits, rows = MAX_LOGITS[of_platform], 1
+  if is_fused:
+    of_kernel = platform if platform in FUSED_ROWS else "gpu"
+    logits, rows = MAX_NUMERATORS[of_kernel], FUSED_ROWS[of_kernel]
   most = max(logits // max(vocabulary, 1), least)
+  most = most // rows * rows if most > rows else most
   chunks = max(-(-tokens // most), min(max(tokens // least, CHUNKS[0]), CHUNKS[1]))
   size = max(1, -(-tokens // chunks))
-  return -(-size // FUSED_ROWS) * FUSED_ROWS if is_fused and size > FUSED_ROWS else size
+  return -(-size // rows) * rows if size > rows else size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,8 +288,9 @@ def _sweep(
   A gradient that is not needed is None; that of the head is float32.
   """
 
-  is_fused = static.kernels is not None and any(needed)
-  of_chunk = _chunk_by_kernel if is_fused else _chunk_of_tokens
+  kernels = static.kernels if any(needed) else None
+  of_chunk = _chunk_of_tokens if kernels is None else _chunk_by_kernel
+  loops_over_all = kernels is not None and kernels.loops_over_all
 
   def visit(carry, part):
     share, outputs, (d_hidden, d_head) = of_chunk(static, columns, weights, part, constants, needed)
@@ -292,7 +299,7 @@ def _sweep(
     return carry, (*outputs, d_hidden)
 
   (loss, d_head), (logprobs, entropy, d_hidden) = _over_chunks(
-    visit, (hidden, targets, per_token), static.chunk, live
+    visit, (hidden, targets, per_token), static.chunk, live, loops_over_all
   )
   if d_hidden is not None:
     d_hidden = rounding.written(d_hidden, hidden.dtype)
@@ -333,8 +340,8 @@ def _chunk_by_kernel(
       S = g (onehot_t - p) / τ = s E'      s = -g / (τ Σ E)      E' = E - onehot_t Σ E
       dW = E'ᵀ (s h)      dh = s (E' W)
 
-  Nothing passes over E between its product and these two: one element per token is replaced, and s,
-  one number per token, is a factor of [n D].
+  Nothing passes over E between its product and these two: one element per token is replaced, in
+  memory or where the products read it, and s, one number per token, is a factor of [n D].
   """
   settings = static.settings
   hidden, targets, per_token = part
@@ -343,7 +350,7 @@ def _chunk_by_kernel(
     static.kernels, settings, hidden, weights, own, columns.real, columns.axis
   )
   share = _share_of(static, columns, found, targets, per_token, constants)
-  numerators = _replaced(numerators, own, found.total * jnp.expm1(share.logprobs))
+  numerators = static.kernels.replaced(numerators, own, found.total * jnp.expm1(share.logprobs))
   factor = -share.of_logprobs / (found.total * settings.temperature)
   missing = numerators.shape[0] - hidden.shape[0]
   factor, hidden = (jnp.pad(x, [(0, missing), (0, 0)]) for x in (factor[:, None], hidden))
@@ -379,15 +386,6 @@ def _share_of(
     loss, g = jax.value_and_grad(static.objective)(logprobs, entropy, per_token, constants)
     of_entropy = None
   return _Share(loss, logprobs, entropy, jnp.where(in_range, g, 0.0), of_entropy)
-
-
-def _replaced(numerators, own, values):
-  """Returns the numerators with those of the targets replaced, in place; none outside of them."""
-  size = numerators.shape[1]
-  rows, places = jnp.arange(own.shape[0]), jnp.where((own >= 0) & (own < size), own, size)
-  return numerators.at[rows, places].set(
-    values.astype(numerators.dtype), mode="drop", unique_indices=True, indices_are_sorted=True
-  )
 
 
 def _statistics(settings: Settings, columns: _Columns, logits, column, own) -> Statistics:
@@ -428,16 +426,21 @@ def _products(
   return d_hidden, d_head
 
 
-def _over_chunks(visit: Callable, per_token, chunk: int, live: Array | None):
+def _over_chunks(visit: Callable, per_token, chunk: int, live: Array | None, loops_over_all: bool):
   """Folds `visit(carry, chunk of every array)`; returns the carry, and the outputs of all tokens.
 
   The first chunk, which is shorter if they are not all equal, gets None and makes the carry:
   writing the head's gradient takes half the work of adding to it. A loop processes the remaining
   chunks, up to the one with the last of `live` tokens; None: all chunks.
+
+  With `loops_over_all` and equal chunks, the loop processes the first one, too, and begins with 0.
   """
   tokens = jax.tree.leaves(per_token)[0].shape[0]
   more = max(-(-tokens // chunk) - 1, 0)
   first = tokens - more * chunk
+  if loops_over_all and more and first == chunk:
+    split = lambda x: x.reshape(more + 1, chunk, *x.shape[1:])
+    return _looped(visit, None, jax.tree.map(split, per_token), live)
   carry, outputs = visit(None, jax.tree.map(lambda x: x[:first], per_token))
   if not more:
     return carry, outputs
@@ -445,12 +448,21 @@ def _over_chunks(visit: Callable, per_token, chunk: int, live: Array | None):
   carry, outputs = jax.lax.optimization_barrier((carry, outputs))
   split = lambda x: x[first:].reshape(more, chunk, *x.shape[1:])
   parts = jax.tree.map(split, per_token)
+  carry, rest = _looped(visit, carry, parts, None if live is None else live - first)
+  return carry, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outputs, rest)
+
+
+def _looped(visit: Callable, carry, parts, live: Array | None):
+  """Folds `visit` over parts of equal size in a loop; a carry of None begins with 0."""
+  number, chunk = jax.tree.leaves(parts)[0].shape[:2]
+  if carry is None:
+    shapes, _ = jax.eval_shape(lambda: visit(None, jax.tree.map(lambda x: x[0], parts)))
+    carry = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
   if live is None:
-    carry, rest = jax.lax.scan(visit, carry, parts)
+    carry, outputs = jax.lax.scan(visit, carry, parts)
   else:
-    carry, rest = _while_live(visit, carry, parts, -(-(live - first) // chunk))
-  join = lambda a, b: jnp.concatenate([a, b.reshape(more * chunk, *b.shape[2:])])
-  return carry, jax.tree.map(join, outputs, rest)
+    carry, outputs = _while_live(visit, carry, parts, -(-live // chunk))
+  return carry, jax.tree.map(lambda x: x.reshape(number * chunk, *x.shape[2:]), outputs)
 
 
 def _while_live(visit: Callable, carry, parts, count: Array):
