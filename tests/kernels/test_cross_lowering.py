@@ -47,8 +47,12 @@ def sweep(**settings):
   """Returns the value and both gradients of a token-local loss, in one sweep."""
 
   def loss(hidden, head, targets):
-    f = lambda logprobs, *_: jnp.sum(logprobs * jnp.abs(logprobs))
     settings.setdefault("differentiate_entropy", False)
+
+    def f(logprobs, entropy, *_):
+      bonus = 0.01 * jnp.sum(entropy**2) if settings["differentiate_entropy"] else 0.0
+      return jnp.sum(logprobs * jnp.abs(logprobs)) + bonus
+
     return linear_objective(hidden, head, targets, f, (), return_entropy=True, **settings)[0]
 
   return jax.value_and_grad(loss, argnums=(0, 1))

@@ -112,6 +112,7 @@ def of_logprobs(logprobs, _, *rest):
 
 @pytest.mark.long
 @pytest.mark.parametrize("like", LIKE)
+@pytest.mark.parametrize("with_bonus", [False, True])
 @pytest.mark.parametrize(
   ("n", "v", "temperature", "head_layout", "chunk", "dtype"),
   [
@@ -122,16 +123,15 @@ def of_logprobs(logprobs, _, *rest):
   ],
 )
 def test_loss_and_gradients_are_those_of_two_passes(
-  n, v, temperature, head_layout, chunk, dtype, like, use
+  n, v, temperature, head_layout, chunk, dtype, with_bonus, like, use
 ):
+  loss, of_sweep = (clipped, one_sweep) if with_bonus else (of_logprobs, free_entropy)
   use(like)
   inputs, data, constants = case(n, v, head_layout=head_layout, dtype=dtype)
   data["mask"][0] = True
   settings = {"head_layout": head_layout, "temperature": temperature}
-  got = differentiate(
-    free_entropy(of_logprobs, data, constants, token_chunk=chunk, **settings), inputs
-  )
-  expected = differentiate(two_passes(of_logprobs, data, constants, **settings), inputs)
+  got = differentiate(of_sweep(loss, data, constants, token_chunk=chunk, **settings), inputs)
+  expected = differentiate(two_passes(loss, data, constants, **settings), inputs)
   assert_same(got[0], expected[0], 2e-6)
   assert_same(got[1], expected[1], 5e-6 if dtype == "float32" else 8e-3)
 
@@ -190,19 +190,24 @@ def test_targets_outside_the_vocabulary_have_nan_and_no_gradient(use):
 @pytest.mark.long
 @pytest.mark.parametrize("like", LIKE)
 @pytest.mark.parametrize(
-  ("sizes", "v", "is_far"), [((2, 4), 301, False), ((2, 4), 301, True), ((1, 8), 5, False)], ids=str
+  ("sizes", "v", "loss"),
+  [
+    ((2, 4), 301, of_logprobs),
+    ((2, 4), 301, weighted),
+    ((2, 4), 301, clipped),
+    ((1, 8), 5, clipped),
+  ],
+  ids=lambda x: getattr(x, "__name__", str(x)),  # each process has other addresses of functions.
 )
-def test_a_mesh_changes_nothing(sizes, v, is_far, like, use):
+def test_a_mesh_changes_nothing(sizes, v, loss, like, use):
   use(like)
   chunk = 4 if like.loops_over_all else 3
-  inputs, data, constants = far_case() if is_far else case(16, v)
-  loss = weighted if is_far else of_logprobs
+  inputs, data, constants = far_case() if loss is weighted else case(16, v)
+  of_sweep = one_sweep if loss is clipped else free_entropy
   mesh = Mesh(np.asarray(jax.devices()).reshape(sizes), ("rows", "vocab"))
   part = sharded.Partition(mesh, vocab_axis="vocab", token_axes=("rows",))
-  got = differentiate(
-    free_entropy(loss, data, constants, token_chunk=chunk, partition=part), inputs
-  )
-  expected = differentiate(free_entropy(loss, data, constants, token_chunk=chunk), inputs)
+  got = differentiate(of_sweep(loss, data, constants, token_chunk=chunk, partition=part), inputs)
+  expected = differentiate(of_sweep(loss, data, constants, token_chunk=chunk), inputs)
   assert_same(got, expected, 5e-6)
 
 
@@ -228,15 +233,24 @@ def test_loss_alone_takes_no_numerators(use):
   jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def check(n, d, v, *, head_layout="vd", temperature=1.0, token_chunk=None, partition=None):
+def with_entropy(logprobs, entropy, data, constants):
+  """The loss of `weighted`, and as much of the entropy."""
+  return weighted(logprobs, entropy, data, constants) + jnp.sum(data["of_entropy"] * entropy)
+
+
+def check(n, d, v, *, head_layout="vd", temperature=1.0, bonus=0.0, scale=3.0, **how):
   """Compares logprobs, entropies and gradients of a sweep in bfloat16 with float64."""
-  inputs = conformance.random_case(n, d, v, dtype="bfloat16", head_layout=head_layout)
-  g, _ = conformance.cotangents(n)
-  data = {"advantages": jnp.asarray(g, jnp.float32)}
+  inputs = conformance.random_case(n, d, v, dtype="bfloat16", head_layout=head_layout, scale=scale)
+  g, g_entropy = conformance.cotangents(n)
+  g_entropy = bonus * g_entropy
+  data = {
+    "advantages": jnp.asarray(g, jnp.float32),
+    "of_entropy": jnp.asarray(g_entropy, "float32"),
+  }
   settings: dict[str, Any] = {"temperature": temperature, "head_layout": head_layout}
-  exact = conformance.oracle(*inputs, g=g, g_entropy=np.zeros(n), **settings)
-  how = {"token_chunk": token_chunk, "partition": partition}
-  f = free_entropy(weighted, data, None, **how, **settings)
+  exact = conformance.oracle(*inputs, g=g, g_entropy=g_entropy, **settings)
+  f = one_sweep if bonus else free_entropy
+  f = f(with_entropy if bonus else weighted, data, None, **how, **settings)
   (_, outputs), gradients = differentiate(f, inputs)
   got = conformance.Outcome(*(np.asarray(x, np.float64) for x in (*outputs, *gradients)))
   conformance.assert_conforms(got, exact, conformance.TOLERANCES["gradient bfloat16"])
@@ -247,6 +261,7 @@ interpreted = pytest.mark.parametrize("name", conformance.INTERPRETED)
 
 
 @interpreted
+@pytest.mark.parametrize("bonus", [0.0, 1.0])
 @pytest.mark.parametrize(
   ("n", "d", "v", "head_layout", "temperature", "chunk"),
   [
@@ -255,9 +270,15 @@ interpreted = pytest.mark.parametrize("name", conformance.INTERPRETED)
     (13, 64, 8, "vd", 1.0, 5),  # parts of the vocabulary without a column.
   ],
 )
-def test_kernel_agrees_with_float64(name, n, d, v, head_layout, temperature, chunk, use):
+def test_kernel_agrees_with_float64(name, n, d, v, head_layout, temperature, chunk, bonus, use):
   use(Interpreted(KERNELS[name]))
-  check(n, d, v, head_layout=head_layout, temperature=temperature, token_chunk=chunk)
+  how = {"head_layout": head_layout, "temperature": temperature, "token_chunk": chunk}
+  check(n, d, v, bonus=bonus, **how)
+
+
+@pytest.mark.parametrize("scale", [3.0, 12.0])
+def test_gradient_of_the_entropy_is_as_exact_for_sure_tokens(scale, use):
+  check(64, 64, 512, bonus=100.0, scale=scale, token_chunk=32)
 
 
 @interpreted
@@ -362,12 +383,11 @@ SIZES = {"dtype": "bfloat16", "width": 1536, "columns": 151936, "head_layout": "
     (H100, {"width": 100}, "multiple of 64, got 100"),
     (H100, {"columns": 50257}, "multiple of 8, got 50257"),
     (H100, {"columns": 50264, "head_layout": "dv"}, "multiple of 64, got 50264"),
-    (H100, {"differentiates_entropy": True}, "no gradient of the entropy"),
   ],
 )
 def test_sweep_is_plain_xla_where_the_kernel_does_not_fit(chip, change, reason, caplog):
   implementations.log_once.cache_clear()
-  sizes = {**SIZES, "differentiates_entropy": False, **change}
+  sizes = {**SIZES, **change}
   with caplog.at_level(logging.INFO, "grpo_kernels.linear_logprobs"):
     assert [choice.pick_sweep(None, chip, **sizes) for _ in range(2)] == [None, None]
   (record,) = caplog.records
@@ -386,7 +406,7 @@ def test_sweep_is_plain_xla_where_the_kernel_does_not_fit(chip, change, reason, 
 def test_sweep_takes_the_kernel_of_the_chip(chip, kernel, columns, caplog):
   implementations.log_once.cache_clear()
   name = kernel.__name__.rpartition(".")[2]
-  sizes = {**SIZES, "columns": columns, "differentiates_entropy": False}
+  sizes = {**SIZES, "columns": columns}
   with caplog.at_level(logging.INFO, "grpo_kernels.linear_logprobs"):
     assert choice.pick_sweep(None, chip, **sizes) is kernel
   assert [r.getMessage() for r in caplog.records] == [f"linear_objective on {chip}: {name}"]
@@ -395,7 +415,7 @@ def test_sweep_takes_the_kernel_of_the_chip(chip, kernel, columns, caplog):
 
 def test_sweep_has_no_other_kernels():
   with pytest.raises(ValueError, match=r"no implementation 'reference'.* mosaic_gpu, pallas_tpu"):
-    choice.pick_sweep("reference", V5E, differentiates_entropy=False, **SIZES)
+    choice.pick_sweep("reference", V5E, **SIZES)
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
@@ -403,7 +423,8 @@ def test_sweep_has_no_other_kernels():
 def test_chunks_of_the_kernel_are_whole_tiles_and_a_part_of_the_tokens(
   tokens, vocabulary, platform
 ):
-  chunk = token_local.chunk_size(tokens, vocabulary, platform, is_fused=True)
   rows = token_local.FUSED_ROWS[platform]
-  assert chunk % rows == 0 or chunk < rows
-  assert chunk < tokens and chunk * vocabulary <= token_local.MAX_NUMERATORS[platform]
+  for arrays in (1, 2):
+    chunk = token_local.chunk_size(tokens, vocabulary, platform, arrays)
+    assert chunk % rows == 0 or chunk < rows
+    assert chunk < tokens and arrays * chunk * vocabulary <= token_local.MAX_NUMERATORS[platform]

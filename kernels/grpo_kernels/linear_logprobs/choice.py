@@ -70,7 +70,6 @@ def pick_sweep(
   width: int,
   columns: int,
   head_layout: str,
-  differentiates_entropy: bool,
 ) -> Any:
   """Returns the module whose `numerators` a sweep of `token_local` uses; None: plain XLA.
 
@@ -81,7 +80,6 @@ def pick_sweep(
     width: Width D of the hidden states.
     columns: Columns of the head on each device.
     head_layout: Layout of the head.
-    differentiates_entropy: Whether the loss depends on the entropy.
 
   Raises:
     ValueError: No sweep has that name.
@@ -96,8 +94,6 @@ def pick_sweep(
     misfit = IMPLEMENTATIONS[kernel].misfit(chip, dtype, width) or load(
       kernel
     ).misfit_of_numerators(chip, dtype=dtype, width=width, columns=columns, head_layout=head_layout)
-    if not misfit and differentiates_entropy:
-      misfit = "has no gradient of the entropy in one sweep"
     if misfit and name is not None:
       raise NotImplementedError(f"linear_objective implementation {name!r} {misfit}")
     if misfit:

@@ -69,6 +69,7 @@ class Kernels:
   tiles: Tiles | None = None  # None: by `mosaic_gpu_tiles.choose_tiles`.
   loops_over_all: ClassVar[bool] = False  # over chunks; the first one makes the sums.
   gathered_layouts: ClassVar[tuple[str, ...]] = ("vd", "dv")  # whose single columns are read.
+  slopes_are_in_memory: ClassVar[bool] = True  # beside the numerators, for a loss with entropy.
 
   def statistics(
     self,
@@ -367,4 +368,5 @@ numerators = _default.numerators
 replaced = _default.replaced
 loops_over_all = _default.loops_over_all
 gathered_layouts = _default.gathered_layouts
+slopes_are_in_memory = _default.slopes_are_in_memory
 linear_logprobs = core.entry(_default)

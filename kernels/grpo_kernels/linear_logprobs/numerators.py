@@ -43,8 +43,8 @@ def numerators_of(
   targets: Int[Array, " N"],
   columns: Int[Array, ""] | None,
   axis: str | None,
-) -> tuple[Float[Array, "M V"], Statistics]:
-  """Returns the numerators of this device's columns, and the statistics of the whole vocabulary.
+) -> Numerators:
+  """Returns the numerators of this device's columns; the rest is of the whole vocabulary.
 
   Args:
     kernels: Implementation with `numerators`, such as `mosaic_gpu`.
@@ -80,9 +80,54 @@ def numerators_of(
     exceeds, lambda found: about(found.largest), Numerators(values, nearby, nothing)
   )
   if axis is None:
-    return found.values, found.statistics
-  largest, *sums = found.statistics
-  return found.values, Statistics(largest, *jax.lax.psum(sums, axis))
+    return found
+  reference, *sums = found.statistics
+  return found._replace(statistics=Statistics(reference, *jax.lax.psum(sums, axis)))
+
+
+def slopes(
+  settings: Settings,
+  found: Numerators,
+  targets: Int[Array, " N"],
+  logprobs: Float[Array, " N"],
+  entropy: Float[Array, " N"],
+  of_logprobs: Float[Array, " N"],
+  of_entropy: Float[Array, " N"],
+) -> Float[Array, "M V"]:
+  """Returns ∂/∂logits from numerators, in their dtype; 0 after the last token.
+
+      S = [g (onehot_t - p) - gₑ p (log p + H)] / τ      log p = log E - log Σ E
+
+  E is rounded, and log E is off by as much. Where p is close to 1, log p + H is smaller than that,
+  so the largest logits and the target's are taken from float32 numbers: their p is known.
+
+  Args:
+    settings: Static settings.
+    found: Result of `numerators_of`.
+    targets: Token ids, counted from the first of these columns.
+    logprobs: Logprobs of the targets.
+    entropy: Entropies H.
+    of_logprobs: Derivatives g of the loss by the logprobs.
+    of_entropy: Derivatives gₑ of the loss by the entropies.
+  """
+  g, g_entropy = of_logprobs / settings.temperature, of_entropy / settings.temperature
+  reference, total, *_ = found.statistics
+  top = core.tempered(settings, found.largest - reference)
+  log_total = jnp.log(total)
+
+  def of(logprobs):  # of a column that is not the target.
+    return -jnp.exp(logprobs) * (g + g_entropy * (logprobs + entropy))
+
+  size, columns = found.values.shape
+  row = lambda x: jnp.pad(x, (0, size - x.shape[0]))[:, None]
+  numerators = found.values.astype(jnp.float32)
+  logs = jnp.log(jnp.maximum(numerators, jnp.finfo(jnp.float32).tiny))
+  slope = row(g + g_entropy * (entropy - log_total)) + row(g_entropy) * logs
+  result = row(-1 / total) * numerators * slope
+  is_top = found.values >= row(jnp.exp(top).astype(found.values.dtype))
+  result = jnp.where(is_top, row(of(top - log_total)), result)
+  column = jax.lax.broadcasted_iota(jnp.int32, (1, columns), 1)
+  return jnp.where(column == row(targets), row(of(logprobs) + g), result).astype(found.values.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

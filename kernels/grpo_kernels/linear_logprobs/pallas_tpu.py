@@ -72,6 +72,8 @@ class PallasTpu:
   loops_over_all: ClassVar[bool] = True
   # Layouts whose single columns are read as they are; of the other one XLA makes a transposed copy.
   gathered_layouts: ClassVar[tuple[str, ...]] = ("vd",)
+  # Whether `numerators.slopes` is a pass of its own; here the products compute it as they read.
+  slopes_are_in_memory: ClassVar[bool] = False
 
   def statistics(
     self,
@@ -262,4 +264,5 @@ numerators = _default.numerators
 replaced = _default.replaced
 loops_over_all = _default.loops_over_all
 gathered_layouts = _default.gathered_layouts
+slopes_are_in_memory = _default.slopes_are_in_memory
 linear_logprobs = core.entry(_default)

@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Int
 from grpo_kernels import precision, rounding, wanted
 from grpo_kernels.linear_logprobs import choice, core, reference, sharded
 from grpo_kernels.linear_logprobs.core import LOWEST, Settings, Statistics
-from grpo_kernels.linear_logprobs.numerators import numerators_of
+from grpo_kernels.linear_logprobs.numerators import numerators_of, slopes
 
 # (logprobs [n], entropy [n] or None, per-token data [n ...], constants) → these tokens' share.
 Objective = Callable[[Array, Array | None, Any, Any], Float[Array, ""]]
@@ -121,14 +121,14 @@ def linear_objective(
     width=hidden.shape[1],
     columns=vocabulary,
     head_layout=head_layout,
-    differentiates_entropy=return_entropy and differentiate_entropy,
   )
+  of_entropy = return_entropy and differentiate_entropy
+  arrays = 0 if kernels is None else 1 + (of_entropy and kernels.slopes_are_in_memory)
   static = _Static(
     settings,
     _OfLeaves(objective, flat[0][1], flat[1][1]),
-    return_entropy and differentiate_entropy,
-    token_chunk
-    or chunk_size(hidden.shape[0] // parts[0], vocabulary, chip.platform, kernels is not None),
+    of_entropy,
+    token_chunk or chunk_size(hidden.shape[0] // parts[0], vocabulary, chip.platform, arrays),
     partition,
     kernels,
   )
@@ -138,14 +138,21 @@ def linear_objective(
   return loss, stop_gradient(logprobs), stop_gradient(entropy)
 
 
-def chunk_size(tokens: int, vocabulary: int, platform: str, is_fused: bool = False) -> int:
-  """Returns the number of tokens in a chunk, which a kernel takes by `FUSED_ROWS`."""
+def chunk_size(tokens: int, vocabulary: int, platform: str, arrays: int = 0) -> int:
+  """Returns the number of tokens in a chunk, which a kernel takes by `FUSED_ROWS`.
+
+  Args:
+    tokens: Number of tokens N.
+    vocabulary: Size of a device's part of the vocabulary.
+    platform: Platform of the devices.
+    arrays: Number of arrays as large as a chunk's numerators; 0: no kernel, logits.
+  """
   of_platform = platform if platform in MAX_LOGITS else "gpu"
   least = MIN_TOKENS[of_platform]
   logits, rows = MAX_LOGITS[of_platform], 1
-  if is_fused:
+  if arrays:
     of_kernel = platform if platform in FUSED_ROWS else "gpu"
-    logits, rows = MAX_NUMERATORS[of_kernel], FUSED_ROWS[of_kernel]
+    logits, rows = MAX_NUMERATORS[of_kernel] // arrays, FUSED_ROWS[of_kernel]
   most = max(logits // max(vocabulary, 1), least)
   most = most // rows * rows if most > rows else most
   chunks = max(-(-tokens // most), min(max(tokens // least, CHUNKS[0]), CHUNKS[1]))
@@ -341,23 +348,28 @@ def _chunk_by_kernel(
       dW = E'ᵀ (s h)      dh = s (E' W)
 
   Nothing passes over E between its product and these two: one element per token is replaced, in
-  memory or where the products read it, and s, one number per token, is a factor of [n D].
+  memory or where the products read it, and s, one number per token, is a factor of [n D]. With a
+  gradient of the entropy, S is made of E (`numerators.slopes`): one pass, or where it is read.
   """
   settings = static.settings
   hidden, targets, per_token = part
   own = targets - columns.first
-  numerators, found = numerators_of(
-    static.kernels, settings, hidden, weights, own, columns.real, columns.axis
-  )
-  share = _share_of(static, columns, found, targets, per_token, constants)
-  numerators = static.kernels.replaced(numerators, own, found.total * jnp.expm1(share.logprobs))
-  factor = -share.of_logprobs / (found.total * settings.temperature)
-  missing = numerators.shape[0] - hidden.shape[0]
-  factor, hidden = (jnp.pad(x, [(0, missing), (0, 0)]) for x in (factor[:, None], hidden))
-  scaled = (factor * hidden).astype(hidden.dtype)
-  d_hidden, d_head = _products(settings, needed, numerators, scaled, weights)
+  found = numerators_of(static.kernels, settings, hidden, weights, own, columns.real, columns.axis)
+  share = _share_of(static, columns, found.statistics, targets, per_token, constants)
+  padded = lambda x: jnp.pad(x, [(0, found.values.shape[0] - hidden.shape[0]), (0, 0)])
+  if share.of_entropy is not None and share.entropy is not None:
+    of_logprobs, of_entropy = share.of_logprobs, share.of_entropy
+    values = slopes(settings, found, own, share.logprobs, share.entropy, of_logprobs, of_entropy)
+    d_hidden, d_head = _products(settings, needed, values, padded(hidden), weights)
+  else:
+    total = found.statistics.total
+    values = static.kernels.replaced(found.values, own, total * jnp.expm1(share.logprobs))
+    factor = padded((-share.of_logprobs / (total * settings.temperature))[:, None])
+    scaled = (factor * padded(hidden)).astype(hidden.dtype)
+    d_hidden, d_head = _products(settings, needed, values, scaled, weights)
+    d_hidden = None if d_hidden is None else factor * d_hidden
   if d_hidden is not None:
-    d_hidden = (factor * d_hidden)[: targets.shape[0]]
+    d_hidden = d_hidden[: targets.shape[0]]
   return share.loss, (share.logprobs, share.entropy), (d_hidden, d_head)
 
 
