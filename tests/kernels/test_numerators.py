@@ -211,6 +211,16 @@ def test_a_mesh_changes_nothing(sizes, v, loss, like, use):
   assert_same(got, expected, 5e-6)
 
 
+def test_targets_outside_a_vocabulary_that_a_mesh_pads_have_no_gradient(use):
+  (hidden, head, targets), data, constants = case(12, 301)
+  data["mask"][3] = False
+  part = sharded.Partition(Mesh(np.asarray(jax.devices()[:2]), ("vocab",)), vocab_axis="vocab")
+  for of_sweep, loss in ((free_entropy, of_logprobs), (one_sweep, clipped)):
+    f = of_sweep(loss, data, constants, partition=part)
+    _, (d_hidden, d_head) = differentiate(f, (hidden, head, targets.at[3].set(301)))
+    assert np.isfinite(d_hidden).all() and np.isfinite(d_head).all()
+
+
 @pytest.mark.parametrize("like", LIKE)
 def test_chunks_behind_the_last_live_token_change_nothing(like, use):
   use(like)

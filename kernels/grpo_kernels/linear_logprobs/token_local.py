@@ -353,7 +353,8 @@ def _chunk_by_kernel(
   """
   settings = static.settings
   hidden, targets, per_token = part
-  own = targets - columns.first
+  in_range = (targets >= 0) & (targets < columns.vocabulary)
+  own = jnp.where(in_range, targets - columns.first, -1)  # not a column that pads the vocabulary.
   found = numerators_of(static.kernels, settings, hidden, weights, own, columns.real, columns.axis)
   share = _share_of(static, columns, found.statistics, targets, per_token, constants)
   padded = lambda x: jnp.pad(x, [(0, found.values.shape[0] - hidden.shape[0]), (0, 0)])
