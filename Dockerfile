@@ -28,7 +28,7 @@ COPY kernels kernels
 COPY packages packages
 COPY grpo_jax grpo_jax
 RUN python3 -m venv /opt/trainer \
-  && /opt/trainer/bin/pip install --no-cache-dir -c constraints/py312.txt ".[cuda13,parquet]"
+  && /opt/trainer/bin/pip install --no-cache-dir -c constraints/py312.txt ".[cuda13]"
 
 # Where the trainer looks for the servers' Python: engine.sglang.python.
 WORKDIR /work

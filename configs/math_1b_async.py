@@ -2,7 +2,6 @@
 
     make sglang-cuda
     CUDA_VISIBLE_DEVICES=0 python -m grpo_jax.main --config=configs/math_1b_async.py \\
-        --config.data.path=train.jsonl --config.evaluation.data.path=validation.jsonl \\
         --workdir=runs/math_1b_async
 
 GPU 0 is the trainer's, since JAX sees no other, and GPU 1 the SGLang server's

@@ -2,7 +2,6 @@
 
     make sglang-cuda
     XLA_PYTHON_CLIENT_MEM_FRACTION=.62 python -m grpo_jax.main --config=configs/math_1b_gpu.py \\
-        --config.data.path=train.jsonl --config.evaluation.data.path=validation.jsonl \\
         --workdir=runs/math_1b_gpu
 
 JAX takes 62 % of the memory, SGLang 28 % (engine.sglang.arguments), the rest is slack. Training

@@ -1,7 +1,6 @@
 """configs/math_1b.py with LoRA, on one chip of 16 GB, such as a TPU v5e.
 
-    python -m grpo_jax.main --config=configs/math_1b_lora.py --config.data.path=train.jsonl \\
-        --config.evaluation.data.path=validation.jsonl --workdir=runs/math_1b_lora
+    python -m grpo_jax.main --config=configs/math_1b_lora.py --workdir=runs/math_1b_lora
 
 Everything is on the one chip:
 

@@ -2,7 +2,6 @@
 
     make sglang-cuda
     XLA_PYTHON_CLIENT_MEM_FRACTION=.40 python -m grpo_jax.main --config=configs/math_8b_lora.py \\
-        --config.data.path=train.jsonl --config.evaluation.data.path=validation.jsonl \\
         --workdir=runs/math_8b_lora
 
 JAX takes 40 % of the memory, 34 GB, for the trainer, which needs 26 GB:

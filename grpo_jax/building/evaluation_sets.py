@@ -6,12 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from grpo_jax import data, processes
-from grpo_jax.building import checks
+from grpo_jax.building import checks, policy_model
 from grpo_jax.config import configuration, data_options, modes
 from grpo_jax.config.options import Config
 from grpo_jax.data import formats, overlap, skipped_rows
 from grpo_jax.data.byte_tokenizer import ByteTokenizer
 from grpo_jax.data.overlap import Overlap
+from grpo_jax.files import hub
 from grpo_jax.types import Prompt
 
 _log = logging.getLogger(__name__)
@@ -41,13 +42,21 @@ def _check_sources(config: Config) -> None:
   of_evaluation = _MISSING.format(section="evaluation.data", none="for no evaluation, or")
   if config.evaluation.datasets:
     of_evaluation = _LISTED.format(section="evaluation")
+  missing: dict[str, str] = {}
   for remedy, found in ((of_training, data_options.training(config)), (of_evaluation, sets)):
     for fields in found.values():
       try:
         _check_source(config, fields)
+      except hub.Unavailable as error:
+        if not error.is_silent:
+          raise configuration.ConfigError(f"the data cannot be used: {error}") from error
+        missing[fields["dataset"]] = error.reason
       except (OSError, ValueError, ImportError) as error:
         what = remedy if isinstance(error, FileNotFoundError) else ""
         raise configuration.ConfigError(f"the data cannot be used: {error}{what}") from error
+
+  if missing:
+    raise policy_model.hub_needed(config, next(iter(missing.values())), datasets=[*missing])
 
 
 def _check_source(config: Config, fields: Mapping[str, Any]) -> None:

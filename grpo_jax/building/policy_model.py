@@ -2,7 +2,7 @@
 
 import logging
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_jax import data, processes
@@ -11,8 +11,10 @@ from grpo_jax.config import configuration
 from grpo_jax.config.options import Config
 from grpo_jax.data import exported_templates
 from grpo_jax.errors import ExpectedFailure
+from grpo_jax.files import hub
 from grpo_jax.models import files, loading, sources
 from grpo_jax.models.chat.rendering import TemplateError
+from grpo_jax.models.errors import HubFailure
 
 _log = logging.getLogger(__name__)
 
@@ -22,10 +24,36 @@ def find(config: Config) -> sources.ResolvedModel:
   model = config.model
   try:
     return sources.find(model.path, fallback=model.fallback, cache_dir=model.cache_dir)
+  except HubFailure as error:
+    if sources.is_missing(model.path) and (reason := hub.unreachable()):
+      raise hub_needed(config, reason) from error
+    raise
   except ExpectedFailure:
     raise
   except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
     raise configuration.ConfigError(f"model.path: {error}") from error
+
+
+def hub_needed(
+  config: Config, reason: str, *, datasets: Sequence[str] = ()
+) -> configuration.ConfigError:
+  """Returns the error of a run that needs the hub, which does not answer.
+
+  Args:
+    config: Config of the run.
+    reason: Why nothing can be downloaded.
+    datasets: Names of the datasets that are not here.
+  """
+  model = config.model
+  needs = [f"the dataset {name}" for name in datasets]
+  instead = ["--config.data.path=FILE (a copy, or your rows in its columns)"] if datasets else []
+  if not model.fallback and sources.is_missing(model.path):
+    needs.append(f"the model {model.path}")
+    instead.append("--config.model.path=FOLDER (a Hugging Face folder)")
+  return configuration.ConfigError(
+    f"the Hugging Face hub cannot be used: {reason}. This run needs {' and '.join(needs)} from it;"
+    f" without it, give {' and '.join(instead)}"
+  )
 
 
 def find_alike(config: Config) -> sources.ResolvedModel:

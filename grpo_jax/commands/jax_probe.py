@@ -41,14 +41,11 @@ def devices_and_product() -> None:
 
 def trainer() -> None:
   """Imports all that a run imports, and prints why the hub does not answer."""
-  from huggingface_hub import constants
-
   import grpo_jax.train  # as an attribute it would refuse wrong packages, which `packages` reports.
-  from grpo_jax.models import sources
+  from grpo_jax.files import hub
 
   say(trainer=grpo_jax.train.__name__)
-  offline = constants.HF_HUB_OFFLINE
-  say(hub="HF_HUB_OFFLINE is set" if offline else sources.silence(constants.ENDPOINT))
+  say(hub=hub.unreachable())
 
 
 def say(**facts: Any) -> None:

@@ -53,6 +53,9 @@ class NamedDataset:
   messages: Column | None = None
   group: Column | None = None  # row of a ranked group, for learning from recorded responses.
   rearranged: Callable[[Any], Any] | None = None  # source of rows → one with other rows.
+  # Pattern of the parquet files of a {split}, and {subset}, on the hub; None: the datasets library
+  # finds them. It downloads all splits, which are 22 million rows of OpenMathInstruct-2.
+  files: str | None = None
 
 
 def reader(
@@ -179,6 +182,7 @@ DATASETS: dict[str, NamedDataset] = {
     column("problem"),
     column("expected_answer"),
     split="train_1M",
+    files="data/{split}-*.parquet",
   ),
   "GSM8K": NamedDataset(
     "openai/gsm8k",
@@ -186,6 +190,7 @@ DATASETS: dict[str, NamedDataset] = {
     columns.after_hashes("answer"),
     subset="main",
     evaluation_split="test",
+    files="{subset}/{split}-*.parquet",
   ),
   "MATH": NamedDataset(
     "DigitalLearningGmbH/MATH-lighteval",

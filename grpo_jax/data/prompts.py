@@ -356,6 +356,7 @@ def open_dataset(
       name=given_name,
       path=path,
       hub=entry.hub if entry else dataset,
+      files=entry.files if entry else None,
       subset=subset or (entry.subset if entry else None),
       split=split,
       usual_split=usual_split(entry, for_evaluation),

@@ -11,7 +11,7 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,7 +20,7 @@ from grpo_jax.data.formats import RowError
 from grpo_jax.data.function_rows import FunctionSource
 from grpo_jax.data.generated import ReasoningGymSource
 from grpo_jax.data.options import DataOptions
-from grpo_jax.files import fetched
+from grpo_jax.files import fetched, hub
 from grpo_jax.registry import choose, function, nearest
 
 _log = logging.getLogger(__name__)
@@ -82,6 +82,8 @@ class SourceConfig:
   name: str | None = None  # name of the dataset; None: from the file or the task.
   path: str | Path | None = None  # a file, or a folder of files of one kind; a path or a URL.
   hub: str | None = None  # owner/name on the Hugging Face hub.
+  # Pattern of the parquet files of one {split}, and {subset}, on the hub; None: not known.
+  files: str | None = None
   subset: str | None = None  # hub
   split: str | None = None  # hub, and folders and JSON files that hold several.
   usual_split: str | None = None  # split to use if none is named, if it exists.
@@ -163,12 +165,39 @@ def open_parquet(config: SourceConfig) -> RowSource:
 
 
 def open_hub(config: SourceConfig) -> RowSource:
-  """Opens the dataset `hub` with the datasets library; a folder at `path` replaces it."""
+  """Opens the dataset `hub`; a folder at `path` replaces it.
+
+  Of a dataset whose files are known, those of the split are downloaded. Others are read by the
+  datasets library, which downloads all splits.
+  """
   repository = str(config.path or config.hub or "")
   if not repository:
     raise ValueError("data of kind 'hub' needs data.dataset, as owner/name")
   split = config.split or config.usual_split or "train"
+  if config.files and not config.path and re.fullmatch(r"\w+", split):
+    return _open_files(repository, config.files, config, split)
   return tables.open_hub(repository, subset=config.subset, split=split, name=config.name)
+
+
+def _open_files(
+  repository: str, pattern: str, config: SourceConfig, split: str
+) -> ConcatenatedSource:
+  """Opens the parquet files of a split, "train-00000-of-00002.parquet" and so on."""
+  pattern = pattern.format(split=split, subset=config.subset)
+  is_whole = lambda folder: _are_all(folder.glob(pattern))
+  folder = hub.download(repository, [pattern], kind="dataset", is_whole=is_whole)
+  files = sorted(folder.glob(pattern))
+  if not files:
+    raise ValueError(f"the dataset {repository} has no split {split!r}: no file {pattern}")
+  parts = [tables.open_parquet(f, name=None, place=f"{repository}/{f.name}") for f in files]
+  return ConcatenatedSource(parts, name=config.name or repository.rpartition("/")[2])
+
+
+def _are_all(files: Iterable[Path]) -> bool:
+  """Returns whether there are as many files as their names say: NAME-00001-of-00003."""
+  found = list(files)
+  totals = {int(file.stem.rpartition("-of-")[2]) for file in found if "-of-" in file.stem}
+  return bool(found) and totals <= {len(found)}
 
 
 def open_function(config: SourceConfig) -> FunctionSource:

@@ -1,6 +1,6 @@
 """JSON, parquet and Hugging Face datasets as random-access sources of rows.
 
-pyarrow and datasets are optional: they are imported when such a source is opened.
+datasets is optional: it is imported when such a source is opened.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from grpo_jax.data import file_cache, formats
 from grpo_jax.data.jsonl import JsonlSource
-from grpo_jax.models.sources import silence
+from grpo_jax.files import hub
 
 # Largest parquet file that is read into memory; a larger one is unpacked into the cache.
 _IN_MEMORY_BYTES = 1 << 25
@@ -156,14 +156,18 @@ def _unpack(path: Path, folder: Path) -> None:
       out.write_batch(batch)
 
 
-def open_parquet(path: Path, *, name: str | None) -> RowsSource:
+def open_parquet(path: Path, *, name: str | None, place: str | None = None) -> RowsSource:
   """Opens a parquet file.
 
+  Args:
+    path: File.
+    name: Name of the dataset; None: that of the file.
+    place: Name of the file in messages; None: its path.
+
   Raises:
-    ImportError: The library pyarrow is not installed.
     ValueError: The file is not a parquet file, or has no rows.
   """
-  return RowsSource(ParquetRows(path), name=name or path.stem, place=str(path))
+  return RowsSource(ParquetRows(path), name=name or path.stem, place=place or str(path))
 
 
 def open_hub(repository: str, *, subset: str | None, split: str, name: str | None) -> RowsSource:
@@ -177,7 +181,8 @@ def open_hub(repository: str, *, subset: str | None, split: str, name: str | Non
 
   Raises:
     ImportError: The datasets library is not installed.
-    ValueError: There is no such dataset, subset or split, or the hub cannot be reached.
+    Unavailable: The hub does not answer, and its cache does not have the dataset.
+    ValueError: There is no such dataset, subset or split.
   """
   try:
     import datasets.config
@@ -188,16 +193,18 @@ def open_hub(repository: str, *, subset: str | None, split: str, name: str | Non
     ) from error
   subsets = subset.split(",") if subset else [None]
   was_offline = datasets.config.HF_HUB_OFFLINE
-  silent = "" if Path(repository).exists() or was_offline else silence(datasets.config.HF_ENDPOINT)
+  silent = "" if Path(repository).exists() else hub.unreachable()
   try:
     # Otherwise the library waits half a minute for a silent hub before it uses its cache.
     datasets.config.HF_HUB_OFFLINE = was_offline or bool(silent)
     parts = [_load(datasets, repository, each, split) for each in subsets]
   # The library raises errors of its own, of the hub, of HTTP and of the file system.
   except Exception as error:
+    if silent:
+      raise hub.Unavailable(repository, silent, is_silent=True) from error
     raise ValueError(
       f"cannot open the dataset {repository!r} (subset {subset!r}, split {split!r}): "
-      f"{silent or f'{type(error).__name__}: {error}'}. A local copy is read with data.path"
+      f"{type(error).__name__}: {error}. A local copy is read with data.path"
     ) from error
   finally:
     datasets.config.HF_HUB_OFFLINE = was_offline
@@ -220,10 +227,8 @@ def _load(datasets: Any, repository: str, subset: str | None, split: str) -> Any
 
 
 def _pyarrow() -> Any:
-  try:
-    import pyarrow
-    import pyarrow.ipc
-    import pyarrow.parquet
-  except ModuleNotFoundError as error:
-    raise ImportError("reading parquet needs pyarrow: pip install 'grpo-jax[parquet]'") from error
+  import pyarrow  # only now: it takes a second.
+  import pyarrow.ipc
+  import pyarrow.parquet
+
   return pyarrow

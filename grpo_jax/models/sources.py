@@ -6,24 +6,19 @@ directory: $GRPO_JAX_CACHE, else $XDG_CACHE_HOME/grpo_jax, else ~/.cache/grpo_ja
 
 import contextlib
 import dataclasses
-import http.client
 import importlib.metadata
 import logging
 import os
 import pathlib
-import queue
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
-import urllib.error
-import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
 
-from grpo_jax.files import atomic, fetched, local_paths, manifest, remote, shared_places
+from grpo_jax.files import atomic, fetched, hub, local_paths, manifest, remote, shared_places
 from grpo_jax.files.cache import default_cache
 from grpo_jax.models import files, gguf, safetensors
 from grpo_jax.models.errors import HubFailure, MissingModel, ModelError
@@ -133,6 +128,14 @@ def refusal(path: str | os.PathLike[str]) -> str | None:
   return None
 
 
+def is_missing(path: str) -> bool:
+  """Returns whether `path` names a model of the hub that is not in the cache, without asking it."""
+  if refusal(path) or not _HUB_NAME.fullmatch(path) or pathlib.Path(path).exists():
+    return False
+  kept = hub.cached(path, _HUB_FILES)
+  return kept is None or not _is_complete(kept)
+
+
 def portable(name: str, folder: pathlib.Path) -> str:
   """Returns how other programs name a model: its name on the hub, or the path of its folder.
 
@@ -175,58 +178,10 @@ def _from_hub(name: str) -> pathlib.Path:
   Raises:
     HubFailure: The hub does not answer within seconds, or does not provide the model.
   """
-  import huggingface_hub
-  from huggingface_hub import constants
-
-  failures = hub_failures()
-  reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else silence(constants.ENDPOINT)
-  if not reason:
-    _log.info("%s: downloading from the hub, unless it is in the cache", name)
-    try:
-      return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES))
-    except failures as error:
-      reason = str(error).strip() or type(error).__name__
   try:
-    kept = pathlib.Path(huggingface_hub.snapshot_download(name, local_files_only=True))
-  except failures as error:
-    raise HubFailure(f"{name}: cannot be downloaded from the hub: {reason}") from error
-  if not _is_complete(kept):
-    raise HubFailure(f"{name}: cannot be downloaded from the hub: {reason}")
-  _log.warning("%s: cannot be downloaded from the hub: %s; using the cached copy", name, reason)
-  return kept
-
-
-def hub_failures() -> tuple[type[BaseException], ...]:
-  """Returns what huggingface_hub may raise: OSError, or an error of the HTTP library it uses."""
-  from huggingface_hub import errors
-
-  return (OSError, *errors.HfHubHTTPError.__bases__)
-
-
-def silence(endpoint: str) -> str:
-  """Returns, within seconds, why a server does not answer; "" if it does.
-
-  An HTTP error such as 404 is an answer. The request runs in a thread, since Python's timeouts do
-  not cover the resolution of names.
-  """
-  answers: queue.Queue[str] = queue.Queue()
-
-  def ask() -> None:
-    request = urllib.request.Request(endpoint, method="HEAD")
-    try:
-      with urllib.request.urlopen(request, timeout=_HUB_TIMEOUT_S):
-        answers.put("")
-    except urllib.error.HTTPError as error:
-      error.close()
-      answers.put("" if error.code < 500 else f"{endpoint} answers {error.code}")
-    except (OSError, ValueError, http.client.HTTPException) as error:
-      answers.put(f"{endpoint} is not reachable ({getattr(error, 'reason', error)})")
-
-  threading.Thread(target=ask, daemon=True).start()
-  try:
-    return answers.get(timeout=_HUB_TIMEOUT_S)
-  except queue.Empty:
-    return f"{endpoint} did not answer within {_HUB_TIMEOUT_S:.0f} s"
+    return hub.download(name, _HUB_FILES, is_whole=_is_complete)
+  except hub.Unavailable as error:
+    raise HubFailure(str(error)) from error
 
 
 def _from_gguf(file: pathlib.Path, cache: pathlib.Path) -> pathlib.Path:
@@ -360,7 +315,6 @@ _ADAPTER = (
   " --config.model.lora.path (in training) or by exporting it merged (grpo-jax export)"
 )
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_HUB_TIMEOUT_S = 5.0
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 
 WHEELS = {

@@ -4,7 +4,7 @@ import os
 import pathlib
 from typing import Any
 
-from grpo_jax.files import local_paths
+from grpo_jax.files import hub, local_paths
 from grpo_jax.models import files, sources
 from grpo_jax.models.errors import HubFailure, MissingModel, ModelError
 
@@ -114,16 +114,14 @@ def _others() -> str:
 
 def _from_hub(name: str) -> tuple[dict[str, Any], str]:
   import huggingface_hub  # only now: it takes long, and the environments of compilers lack it.
-  from huggingface_hub import constants
 
-  is_off = constants.HF_HUB_OFFLINE
-  reason = "HF_HUB_OFFLINE is set" if is_off else sources.silence(constants.ENDPOINT)
+  reason = hub.unreachable()
   token = os.environ.get("HF_TOKEN")
   try:
     file = huggingface_hub.hf_hub_download(
       name, "config.json", token=token, local_files_only=bool(reason)
     )
-  except sources.hub_failures() as error:
+  except hub.failures() as error:
     why = reason or " ".join(str(error).split()) or type(error).__name__
     raise HubFailure(
       f"{name}: its config.json cannot be read from the hub: {why}; {_others()}"

@@ -13,10 +13,13 @@ from grpo_jax.types import Prompt
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-ROWS = {"data.path": "rows.jsonl", "evaluation.data.path": None}
+ROWS = {"data.path": "rows.jsonl", "data.split_validation_size": 0}
 # Options of configs/math_1b.py, and the message of the mistake among them.
 MISTAKES = [
-  ({}, "no data file train.jsonl (did you mean 'rows.jsonl'?). Set config.data.path to a file of"),
+  (
+    {"data.path": "train.jsonl"},
+    "no data file train.jsonl (did you mean 'rows.jsonl'?). Set config.data.path to a file of",
+  ),
   (ROWS | {"evaluation.data.path": "val.jsonl"}, "no data file val.jsonl"),
   (ROWS | {"data.input_key": "text"}, "rows.jsonl:1: no key 'text'"),
   (ROWS | {"data.format": "early_rewards.none"}, "early_rewards has no function 'none'"),

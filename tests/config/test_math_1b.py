@@ -1,4 +1,4 @@
-"""`configs/math_1b.py` as a newcomer tries it: a tiny Qwen2, files of one's own, two steps."""
+"""`configs/math_1b.py` as a newcomer tries it, with a tiny Qwen2 in place of the model."""
 
 import ast
 import json
@@ -13,6 +13,7 @@ from configs import math_1b_async, math_1b_gpu
 from grpo_jax import main
 from grpo_jax.config import command_line, configuration
 from grpo_jax.models import loading, tiny
+from tests import hub
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -26,33 +27,71 @@ def write_rows(path, problems):
 
 
 @pytest.mark.long
-def test_two_steps_need_only_paths_and_sizes_even_with_a_prompt_that_is_too_long(tmp_path):
+def test_the_command_of_the_readme_needs_nothing_but_a_hub(tmp_path, monkeypatch, noticed):
+  """Sizes and a tiny model are all that differs; some prompts are too long."""
   model = tiny.write(tmp_path / "model", family="qwen2")
-  problems = ["What is 1 + 3?", "What is 2 + 2?", "What is 3 + 1?", "What is 2 + 2? " * 40]
+  problems = [f"What is {n} + 4?{' ' * (n % 2)}" * (1 + 60 * (n % 2)) for n in range(40)]
+  rows = [{"problem": each, "expected_answer": "4"} for each in problems]
+  hub.rows_file(tmp_path / "data" / "data" / "train_1M-00000-of-00001.parquet", rows)
+  hub.rows_file(tmp_path / "data" / "data" / "train-00000-of-00001.parquet", rows[:1])
   arguments = {
-    "config": ROOT / "configs" / "math_1b.py",
+    "config": "configs/math_1b.py",
     "workdir": tmp_path / "run",
-    "config.model.path": model,
-    "config.data.kind": "jsonl",
-    "config.data.path": write_rows(tmp_path / "train.jsonl", problems),
-    "config.evaluation.data.path": write_rows(tmp_path / "held_out.jsonl", problems[:2]),
     "config.total_steps": 2,
     "config.rollout.prompts_per_step": 4,
     "config.rollout.group_size": 2,
     "config.sampling.max_tokens": 8,
-    "config.evaluation.at_end": False,
+    "config.evaluation.num_prompts": 2,
   }
-  assert main.main([f"--{name}={value}" for name, value in arguments.items()]) == 0
+  monkeypatch.chdir(ROOT)
+  monkeypatch.setenv("GRPO_JAX_CACHE", str(tmp_path / "cache"))
+  sets = {"nvidia/OpenMathInstruct-2": tmp_path / "data"}
+  models = {"Qwen/Qwen2.5-1.5B-Instruct": model}
+  with hub.used(monkeypatch, tmp_path / "hub", models=models, datasets=sets) as asked:
+    assert main.main([f"--{name}={value}" for name, value in arguments.items()]) == 0
+  data, *weights = asked.fetched  # the rows first, and of the other split nothing.
+  assert data == "datasets/nvidia/OpenMathInstruct-2/data/train_1M-00000-of-00001.parquet"
+  assert all(file.startswith("Qwen/") for file in weights) and len(weights) == 5
 
   lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-  first, second = (json.loads(line) for line in lines)
+  first, second, end = (json.loads(line) for line in lines)
   assert all(math.isfinite(row["train/loss"]) for row in (first, second))
   # The run ends within its warm-up of 50 steps.
   rates = [row["train/learning_rate"] for row in (first, second)]
   assert rates == pytest.approx([5e-6 / 51, 2 * 5e-6 / 51])
-  assert [row["data/overlong_prompts"] for row in (first, second)] == [1.0, 1.0]
-  assert [row["rollout/errors/no_room"] for row in (first, second)] == [2.0, 2.0]
+  cut = [row.get("data/overlong_prompts", 0.0) for row in (first, second)]
+  assert sum(cut) > 0
+  assert [row.get("rollout/errors/no_room", 0.0) for row in (first, second)] == [2 * n for n in cut]
+  assert end["eval/heldout/prompts"] == 2.0
+  asked_for = lambda folder: {
+    json.loads(line)["prompt_id"]
+    for file in (tmp_path / "run" / folder).rglob("*.jsonl")
+    for line in file.read_text().splitlines()
+  }
+  assert asked_for("evaluations").isdisjoint(asked_for("rollouts"))
   assert loading.load(tmp_path / "run" / "export").config.family == "qwen2"
+
+
+def test_without_a_network_one_line_says_what_was_needed_and_what_to_give(
+  tmp_path, monkeypatch, capsys
+):
+  from huggingface_hub import constants
+
+  monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+  monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+  command = ["--config=math_1b", f"--workdir={tmp_path / 'run'}"]
+  assert main.main(command) == 2
+  said = capsys.readouterr().err.splitlines()[-1]
+  assert said == (
+    "error: the Hugging Face hub cannot be used: HF_HUB_OFFLINE is set. This run needs the dataset"
+    " OpenMathInstruct-2 and the model Qwen/Qwen2.5-1.5B-Instruct from it; without it, give"
+    " --config.data.path=FILE (a copy, or your rows in its columns) and --config.model.path=FOLDER"
+    " (a Hugging Face folder)"
+  )
+  own = write_rows(tmp_path / "rows.jsonl", [f"What is {n} + 1?" for n in range(40)])
+  assert main.main([*command, f"--config.data.path={own}"]) == 2
+  said = capsys.readouterr().err.splitlines()[-1]
+  assert "needs the model Qwen/Qwen2.5-1.5B-Instruct from it; without it, give --config.mod" in said
 
 
 def test_the_config_for_one_gpu_is_valid_and_differs_in_the_engine():

@@ -511,4 +511,4 @@ def test_a_named_dataset_that_is_not_here_says_how_to_get_it(monkeypatch):
 
   monkeypatch.setitem(sys.modules, "datasets", None)
   with pytest.raises(ImportError, match=r"grpo-jax\[datasets\].*data.path"):
-    data.make_held_out(TOKENIZER, dataset="GSM8K")
+    data.make_held_out(TOKENIZER, dataset="MATH")

@@ -14,6 +14,7 @@ import zipfile
 import pytest
 
 from grpo_jax import models
+from grpo_jax.files import hub
 from grpo_jax.models import errors, export, gguf, sources
 from tests.models import test_gguf, tiny
 
@@ -198,7 +199,7 @@ def silent_hub(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(sources, "_HUB_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(hub, "TIMEOUT_S", 0.5)
     yield
     server.close()
     for connection in held:

@@ -7,7 +7,7 @@ import pytest
 
 from grpo_jax.commands import cli
 from grpo_jax.engines import jax_sampler
-from grpo_jax.models import sources
+from grpo_jax.files import hub
 from grpo_plan import compiling, plan_request, workload
 from grpo_plan.compiling import Compiled
 
@@ -32,7 +32,7 @@ def plan(tmp_path, capsys, monkeypatch):
   monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
   monkeypatch.setattr(compiling, "compiled", lambda job, *_, **__: Compiled(job.name, 1))
-  monkeypatch.setattr(sources, "silence", lambda endpoint: "the hub is silent")
+  monkeypatch.setattr(hub, "silence", lambda endpoint: "the hub is silent")
   (tmp_path / "good.json").write_text(json.dumps(SIZES))
   usual = [CONFIG, "--topology=cpu:8", f"--model-config={tmp_path}/good.json", "--no-search"]
 
