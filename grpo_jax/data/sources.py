@@ -202,10 +202,12 @@ def _are_all(files: Iterable[Path]) -> bool:
 
 def open_function(config: SourceConfig) -> FunctionSource:
   """Opens the rows that the function `task` makes."""
-  if not config.task:
-    raise ValueError("data of kind 'function' needs data.task, the dotted path of a function")
+  task = config.task or ""
+  if "." not in task:
+    got = f", got {task!r}; tasks of reasoning-gym need data.kind='reasoning_gym'" if task else ""
+    raise ValueError(f"data of kind 'function' needs data.task, the dotted path of a function{got}")
   return FunctionSource(
-    config.task,
+    task,
     size=config.size,
     seed=config.task_seed,
     task_args=config.task_args,

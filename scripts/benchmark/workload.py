@@ -13,15 +13,8 @@ import pathlib
 from typing import Any
 
 SYSTEM_PROMPT = "Answer with the final number only."
-TASK = "chain_sum"
-TASK_OPTIONS = {
-  "min_terms": 2,
-  "max_terms": 2,
-  "min_digits": 1,
-  "max_digits": 2,
-  "seed": 1,
-  "size": 512,
-}
+PROBLEMS = range(1, 513)  # their seeds.
+SIZES = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +51,11 @@ def read(path: str | pathlib.Path) -> Workload:
 
 
 def write_problems(path: pathlib.Path) -> None:
-  """Makes the problems with the reasoning-gym package and writes them as JSONL."""
-  import reasoning_gym
+  """Makes the problems of the quickstart and writes them as JSONL."""
+  from grpo_jax.data import arithmetic_problems
 
-  problems = reasoning_gym.create_dataset(TASK, **TASK_OPTIONS)
-  rows = [{"question": row["question"], "answer": row["answer"]} for row in problems]
+  problems = (arithmetic_problems.chain_sum(seed=seed, **SIZES) for seed in PROBLEMS)
+  rows = [{"question": row["problem"], "answer": row["expected_answer"]} for row in problems]
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -330,7 +330,7 @@ def test_what_the_caller_names_holds_for_the_rows(tmp_path, noticed):
   assert (
     changed.evaluation.data.path == "held_out.jsonl" and changed.evaluation.data.task_seed is None
   )
-  assert config.data.task == "chain_sum"
+  assert config.data.task == "grpo_jax.data.arithmetic_problems.chain_sum"
   untouched = chosen("", tmp_path, config=grpo_jax.configuration.load("quickstart"))
   assert untouched.data.system_prompt is None
   split = chosen("quickstart", tmp_path, **{"data.split_validation_size": 0.1})

@@ -109,7 +109,7 @@ def test_mappings_set_fields_and_leave_the_others():
       "loss": {"clip_low": 0.1, "clip_high": 0.3},
       "data.task_args": {"max_digits": 1, "depth": 2},
       "environments.mine": {"module": "function", "path": "__main__.brevity"},
-      "environments": {"arithmetic": {"partial": True}},
+      "environments": {"arithmetic": {"timeout_s": 2.0}},
     },
   )
   assert (config.loss.clip_low, config.loss.clip_high, config.loss.kl_coef) == (0.1, 0.3, 0.0)
@@ -119,7 +119,7 @@ def test_mappings_set_fields_and_leave_the_others():
   }
   assert config.environments.mine.path == "__main__.brevity"
   assert config.environments.arithmetic.to_dict() == dict(
-    module="reasoning_gym", answer="last_number", partial=True, workers=1
+    module="math", answer="last_number", workers=1, timeout_s=2.0
   )
 
 

@@ -320,6 +320,8 @@ def test_data_errors_name_what_there_is(tmp_path, gsm8k):
     data.make(TOKENIZER, kind="reasoning_gym", task="chain_sum", task_args={"maxterms": 2})
   with pytest.raises(ValueError, match="'chain_sum' rejects"):
     data.make(TOKENIZER, kind="reasoning_gym", task="chain_sum", task_args={"min_terms": 9})
+  with pytest.raises(ValueError, match="data.task, .*'countdown'.* data.kind='reasoning_gym'"):
+    data.make(TOKENIZER, kind="function", task="countdown")
   with pytest.raises(ValueError, match="prompt: give the text or a file, not both"):
     data.make(TOKENIZER, path=gsm8k, prompt_template="{}", prompt_file=gsm8k)
   with pytest.raises(FileNotFoundError, match="no system_prompt_file"):

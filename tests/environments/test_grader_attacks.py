@@ -304,6 +304,8 @@ def test_they_are_refused_before_the_run_begins(unsandboxed):
   from configs import quickstart
 
   config = quickstart.get_config()
+  config.data.kind = config.environments.arithmetic.module = "reasoning_gym"
+  config.data.task = "chain_sum"
   assert not list(data_options.complaints(typed(config)))
   config.data.task = "countdown"
   (complaint, *_) = data_options.complaints(typed(config))

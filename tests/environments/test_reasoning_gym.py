@@ -1,10 +1,12 @@
 """The reasoning-gym environment: every task's own scorer, answer forms, rewards, time-outs."""
 
 import asyncio
+import itertools
 
 import numpy as np
 import pytest
 
+from configs import quickstart
 from grpo_jax import data, environments
 from grpo_jax.data.byte_tokenizer import ByteTokenizer
 from grpo_jax.environments.base import StepResult
@@ -61,7 +63,7 @@ def test_rewards_by_answer_form_and_shaping(text, settings, reward, accuracy):
 
 
 def test_signs_of_unicode_are_those_of_ascii():
-  """The environment of the quickstart, without its sandbox."""
+  """A scorer that reads numbers, without its sandbox."""
   find = answers.EXTRACTORS["last_number"]
   paid = {"right": 0.0, "wrong": 0.0}
   prompts = tasks("chain_sum", size=40, min_terms=2, max_terms=2, min_digits=1, max_digits=2)
@@ -73,6 +75,23 @@ def test_signs_of_unicode_are_those_of_ascii():
       arguments = (prompt.info["task"], prompt.info["task_args"], find(text), prompt.info["entry"])
       paid[kind] += gym_score.score(*arguments) == 1.0
   assert len(prompts) > 30 and paid == {"right": len(prompts), "wrong": 0.0}
+
+
+def test_the_quickstart_pays_what_the_scorer_of_chain_sum_pays_and_starts_no_grader():
+  find = answers.EXTRACTORS["last_number"]
+  forms = ("{a}", "It is {a}.", "{a}.00", "0 + {a} = {a}", "−{m}", "{w}", "{a}.5", "{a},000", "?")
+  prompts = tasks("chain_sum", size=8, min_terms=2, max_terms=2, min_digits=1, max_digits=2)
+  paid = {0.0: 0, 1.0: 0}
+  with environments.make(**quickstart.get_config().environments.to_dict()) as made:
+    for prompt, form in itertools.product(prompts, forms):
+      value = int(prompt.info["expected_answer"])
+      text = form.format(a=value, m=abs(value), w=value + 1)
+      entry = prompt.info["task"], prompt.info["task_args"], find(text), prompt.info["entry"]
+      wanted = float(gym_score.score(*entry) == 1.0)
+      result = judge(made["arithmetic"], prompt, text)
+      assert result.total == result.metrics["accuracy"] == wanted, text
+      paid[wanted] += 1
+    assert min(paid.values()) > 20 and made["arithmetic"].metrics()["grader_starts"] == 0.0
 
 
 def test_partial_scores_are_the_tasks_own():
