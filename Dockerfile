@@ -21,7 +21,6 @@ COPY scripts/install_sglang.sh scripts/
 RUN PIP_NO_CACHE_DIR=1 bash scripts/install_sglang.sh cuda /opt/sglang
 
 COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
-COPY scripts/can_install.py scripts/
 COPY constraints constraints
 COPY configs configs
 COPY kernels kernels

@@ -107,14 +107,14 @@ venv: $(VENV)/everything  ## Make .venv with everything the default use, the tes
 
 $(VENV)/default: pyproject.toml $(wildcard constraints/*.txt)
 	@$(PYTHON) scripts/can_install.py
-	@echo "Installing what a run needs into $(VENV): 1.2 GB, a few minutes, once."
+	@echo "Installing what a run needs into $(VENV): 1.0 GB, a few minutes, once."
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) -e .
+	$(INSTALL) --only-binary=:all: -e .
 	$(BYTE_CODE)
 	touch $@
 
 $(VENV)/everything: $(VENV)/default
-	@echo "Installing what tests and checks need into $(VENV): 1.2 GB more, a few minutes, once."
+	@echo "Installing what tests and checks need into $(VENV): 1.6 GB more, a few minutes, once."
 	$(INSTALL) -e ".[test,dev]"
 	$(BYTE_CODE)
 	touch $@

@@ -24,6 +24,20 @@ class ExpectedFailure(Exception):
   exit_code: int = 1
 
 
+class MissingExtra(ExpectedFailure, ImportError, ValueError):
+  """A package of an extra is not installed."""
+
+  def __init__(self, what: str, extra: str, error: ImportError):
+    """Makes the error.
+
+    Args:
+      what: Part of the library that needs a package.
+      extra: Name of the extra that has the package.
+      error: Error of the import that failed.
+    """
+    super().__init__(f"{what} needs a package ({error}): pip install 'grpo-jax[{extra}]'")
+
+
 def place_and_reason(error: BaseException) -> str:
   """Returns "file:line: type: message" in one line, with the place in the innermost user code."""
   error = as_raised(error)

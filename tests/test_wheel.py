@@ -5,17 +5,19 @@ import pathlib
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
 import zipfile
 
 import pytest
+from packaging.requirements import Requirement
 
+from grpo_jax.environments.grading import libraries
 from grpo_jax.models import tiny
-from tests.test_packaging import PACKAGES
+from tests.test_packaging import PACKAGES, PROJECT
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = ("grpo_jax", "kernels", "packages", "configs", "constraints", "scripts")
+REQUIRED = [Requirement(text) for text in PROJECT["dependencies"]]
 FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
 
 pytestmark = pytest.mark.slow
@@ -45,7 +47,7 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-  """An environment with the wheel, which sees the dependencies and nothing of the checkout.
+  """An environment with the wheel and what it requires, nothing of extras or of the checkout.
 
   Returns:
     A function that runs a program of the environment in a folder away from the checkout.
@@ -56,7 +58,9 @@ def installed(wheel, tmp_path_factory):
   pip = (sys.executable, "-m", "pip", "--python", programs / "python")
   run(*pip, "install", "--quiet", "--no-deps", "--no-index", "--no-compile", wheel)
   packages = next((folder / "venv" / "lib").glob("python*")) / "site-packages"
-  (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+  _, required = libraries.needed(*(each.name for each in REQUIRED))
+  for file in map(pathlib.Path, required):
+    (packages / file.name).symlink_to(file)
   elsewhere = folder / "elsewhere"
   elsewhere.mkdir()
   names = ("JAX_COMPILATION", "JAX_PERSISTENT", "XLA_FLAGS", "GRPO_JAX_ANY_VERSIONS")
@@ -117,6 +121,15 @@ def test_train_report_and_compare_work_away_from_the_checkout(installed, trained
   report = installed("grpo-jax", "report", workdir)
   assert report.strip() == str(workdir / "report.html")
   assert "rollout/reward_mean" in installed("grpo-jax", "compare", workdir, workdir)
+
+
+def test_the_quickstart_needs_no_extra(installed, trained):
+  code = (
+    "from grpo_jax.data import generated\ntry: generated.make_task('chain_sum', {})\n"
+    "except ImportError as error: print(error)"
+  )
+  printed = installed("python", "-c", code)
+  assert "No module named 'reasoning_gym'" in printed and "'grpo-jax[reasoning-gym]'" in printed
 
 
 def test_export_writes_a_checkpoint(installed, trained, tmp_path):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_jax.data import formats
+from grpo_jax.errors import MissingExtra
 from grpo_jax.registry import choose, nearest
 
 
@@ -35,6 +36,7 @@ class ReasoningGymSource:
       name: Name of the dataset; None: "TASK-SEED".
 
     Raises:
+      MissingExtra: The package reasoning-gym is not installed.
       ValueError: There is no such task, or it rejects an argument.
     """
     self.name = name or f"{task}-{seed}"
@@ -65,8 +67,11 @@ def make_task(task: str, args: Mapping[str, Any]) -> Any:
   """Creates a reasoning-gym dataset; errors list the valid names."""
   # reasoning-gym imports this package; Python prints it when it compiles it to byte code.
   warnings.filterwarnings("ignore", category=SyntaxWarning, module=".*cellpylib")
-  import reasoning_gym
-  from reasoning_gym.factory import DATASETS
+  try:
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+  except ImportError as error:
+    raise MissingExtra(f"the reasoning-gym task {task!r}", "reasoning-gym", error) from error
 
   _, config = choose("reasoning-gym task", task, DATASETS)
   known = [field.name for field in dataclasses.fields(config)]

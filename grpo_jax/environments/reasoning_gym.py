@@ -13,16 +13,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_jax.environments.base import Environment, EnvironmentFactory, SingleTurn, StepResult
-from grpo_jax.environments.grading import (
-  answers,
-  comparison,
-  confinement,
-  gym_score,
-  notation,
-)
+from grpo_jax.environments.grading import answers, comparison, confinement, notation
 from grpo_jax.environments.grading.pool import GraderError, GraderTimeout, WorkerPool
+from grpo_jax.errors import MissingExtra
 from grpo_jax.registry import choose
 from grpo_jax.types import Prompt
+
+try:
+  from grpo_jax.environments.grading import gym_score
+except ImportError as error:
+  raise MissingExtra("the environment reasoning_gym", "reasoning-gym", error) from error
 
 _SOLVED = 1.0 - 1e-6
 _NEEDED = ("task", "task_args", "entry")

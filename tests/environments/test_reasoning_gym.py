@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import sys
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from configs import quickstart
 from grpo_jax import data, environments
 from grpo_jax.data.byte_tokenizer import ByteTokenizer
+from grpo_jax.environments import grading
 from grpo_jax.environments.base import StepResult
 from grpo_jax.environments.grading import answers, gym_score
 from grpo_jax.environments.grading.pool import WorkerPool
@@ -60,6 +62,18 @@ def test_rewards_by_answer_form_and_shaping(text, settings, reward, accuracy):
     result = judge(made["reasoning_gym"], prompt, text.format(a=prompt.info["expected_answer"]))
     assert made["reasoning_gym"].metrics()["grader_starts"] == 0.0  # compares texts: no worker.
   assert (result.total, result.metrics["accuracy"]) == (reward, accuracy)
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch):
+  monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+  for module in ("grpo_jax.environments.reasoning_gym", gym_score.__name__):
+    monkeypatch.delitem(sys.modules, module, raising=False)
+  monkeypatch.delattr(grading, "gym_score")
+  needed = r"needs a package \(.*reasoning_gym.*\): pip install 'grpo-jax\[reasoning-gym\]'"
+  with pytest.raises(ValueError, match=f"^the reasoning-gym task 'chain_sum' {needed}"):
+    tasks("chain_sum")
+  with pytest.raises(ValueError, match=f"^the environment reasoning_gym {needed}"):
+    environments.make(reasoning_gym={})
 
 
 def test_signs_of_unicode_are_those_of_ascii():
