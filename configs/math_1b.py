@@ -7,9 +7,9 @@ are held out, as there. Your own rows, JSONL with {"problem": ..., "expected_ans
 their place with --config.data.path=FILE, and 5 % of them are held out, too. With a file of held-out
 rows add --config.data.split_validation_size=0 --config.evaluation.data.path=FILE.
 
-docs/nemo_rl_keys.md maps every key of the YAML file. Weights and optimizer state are split over all
-devices. By the compilers' numbers, eight TPU v5e or one H100 are enough; `grpo-jax plan` says
-whether it still fits with other settings (docs/plan.md).
+docs/coming_from_nemo_rl.md maps every key of the YAML file. Weights and optimizer state are split
+over all devices. By the compilers' numbers, eight TPU v5e or one H100 are enough; `grpo-jax plan`
+says whether it still fits with other settings (docs/plan.md).
 """
 
 from grpo_jax.config import base

@@ -18,7 +18,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from grpo_jax import registry
-from grpo_jax.config import configuration, overrides, removed
+from grpo_jax.config import configuration, other_programs, overrides, removed
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.config.options import Config
 from grpo_jax.files import local_paths
@@ -266,6 +266,8 @@ def _take(argv: Sequence[str], name: str) -> tuple[list[str], list[str]]:
 
 def _unrecognized(name: str, config: ConfigDict) -> str:
   """Returns the message that a flag is unknown, with the nearest one."""
+  if foreign := other_programs.hint(name):
+    return f"unknown flag --{name}{foreign}; fields are set by --config.SECTION.FIELD=VALUE"
   known = ["config", "workdir", "help", "flagfile"]
   known += [f"config.{field}" for field in configuration.fields(config)]
   close = names.nearest(name, known)

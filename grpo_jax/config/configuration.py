@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 from ml_collections import ConfigDict, FieldReference, config_dict
 
 from grpo_jax import processes, registry
-from grpo_jax.config import sections
+from grpo_jax.config import other_programs, sections
 from grpo_jax.config.options import Config
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.files import atomic, local_paths, package_data
@@ -240,7 +240,7 @@ def refusal(config: ConfigDict, name: str) -> str | None:
       if reason := sections.left_out(name):
         return reason
       close = names.nearest_field(name, fields(config), cutoff=0.4)
-      hint = f" (did you mean {close[0]!r}?)" if close else ""
+      hint = other_programs.hint(name) or names.did_you_mean(close)
       return f"there is no field {name!r}{hint}; {_list(found, path)}"
     path = f"{path}.{key}" if path else key
     found = found[key]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from grpo_jax import environments
-from grpo_jax.config import sections
+from grpo_jax.config import other_programs, sections
 from grpo_jax.config.options import OPEN, OPTIONS
 from grpo_jax.values import checked, names
 
@@ -71,7 +71,7 @@ def problems(
       is_empty = isinstance(value, Mapping) and not value
       if not is_empty:
         close = names.nearest_field(name, OPTIONS, cutoff=0.8)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        hint = other_programs.hint(name) or names.did_you_mean(close)
         unknown = f"there is no field {name!r}{hint}, but it is set to {checked.shown(value)}"
         yield place_of(name) + (sections.left_out(name) or unknown)
   for environment, settings in of_environments.items():

@@ -5,7 +5,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from grpo_jax.config import removed
+from grpo_jax.config import other_programs, removed
 from grpo_jax.values import names
 
 # Fields of other programs that are left out on purpose, by dotted name: why.
@@ -73,8 +73,8 @@ class Section(ConfigDict):
     close = names.nearest(name, [str(key) for key in self.keys()], cutoff=0.6)
     close = close or [each for each in dotted if each.rpartition(".")[2] == name][:3]
     close = close or names.nearest(name, dotted, cutoff=0.6)
-    meant = " or ".join(repr(self._below(each)) for each in close)
-    hint = f" (did you mean {meant}?)" if meant else ""
+    near = names.did_you_mean(self._below(each) for each in close)
+    hint = other_programs.hint(self._below(name)) or near
     known = ", ".join(str(key) for key in self.keys()) or "no field"
     return f"there is no field {self._below(name)!r}{hint}; {self._path or 'it'} has: {known}"
 

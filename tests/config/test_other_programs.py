@@ -1,14 +1,23 @@
-"""The page that maps NeMo RL's keys to ours: complete, and true to the base configuration."""
+"""The pages for users of other programs: complete, and true to the base configuration."""
 
 import pathlib
 import re
+import shlex
 
 import pytest
 
-from grpo_jax.config import configuration
+import grpo_jax.train
+from grpo_jax.api import training
+from grpo_jax.config import (
+  command_line,
+  configuration,
+  field_checks,
+  other_programs,
+  overrides,
+)
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "nemo_rl_keys.md").read_text()
+PAGE = (ROOT / "docs" / "coming_from_nemo_rl.md").read_text()
 
 # Every key of examples/configs/grpo_math_1B.yaml in these sections, written out.
 KEYS = {
@@ -165,7 +174,7 @@ def test_the_guides_name_what_is_not_here():
 
 def rows_of(section):
   """Returns the cells of every row of a section's tables, less heads and rules."""
-  text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
+  text = PAGE.split(f"\n### {section}\n")[1].split("\n### ")[0]
   lines = [line for line in text.splitlines() if line.startswith("|")]
   rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
   return [row for row in rows if row[0].startswith("`")]
@@ -182,11 +191,95 @@ def test_every_key_of_nemo_rl_has_a_row_and_every_row_an_answer(section):
     assert here.startswith("`config.") or (here == "—" and remarks), f"{row[0]} has no answer"
 
 
-def test_every_field_named_on_the_pages_of_keys_exists():
+PAGES = {
+  program: (ROOT / "docs" / f"coming_from_{program.lower().replace(' ', '_')}.md").read_text()
+  for program in other_programs.NAMES
+}
+
+
+@pytest.mark.parametrize("program", PAGES)
+def test_every_field_named_on_the_pages_exists(program):
   config = configuration.load(str(ROOT / "configs" / "base.py"))
   names = {*configuration.fields(config)}
-  sections = {name.rpartition(".")[0] for name in names}
-  for page in (PAGE, (ROOT / "docs" / "trl_and_verl_keys.md").read_text()):
-    named = re.findall(r"`config\.([a-z0-9_.]+)`", page)
-    assert len(named) > 50
-    assert sorted(set(named) - names - sections - {"json"}) == []
+  sections = {name.rpartition(".")[0] for name in names} | {"environments"}
+  named = re.findall(r"`(?:--)?config\.([a-z0-9_.]+)`", PAGES[program])
+  assert len(named) > 15
+  assert sorted(set(named) - names - sections - {"json"}) == []
+
+
+@pytest.mark.parametrize("program", PAGES)
+def test_a_name_of_another_program_has_the_same_meaning_on_its_page_and_in_the_message(program):
+  config = configuration.load(str(ROOT / "configs" / "base.py"))
+  rows = [line.split("|") for line in PAGES[program].splitlines() if line.startswith("| `")]
+  wrong = []
+  for name, fields in other_programs.NAMES[program].items():
+    last = name.rpartition(".")[2]
+    pattern = re.compile(rf"`(?:[a-z0-9_.]+\.)?{re.escape(last)}`")
+    here = {
+      field
+      for row in rows
+      if pattern.search(row[1])
+      for field in re.findall(r"`config\.([a-z0-9_.]+)`", "|".join(row[2:]))
+    }
+    if not set(fields.split()) <= here:
+      wrong.append(f"{name}: {fields} is not among {sorted(here)} on the page")
+    said = str(configuration.refusal(config, name))
+    if not all(repr(field) in said for field in fields.split()) or program not in said:
+      wrong.append(f"{name}: {said[:120]}")
+  assert wrong == []
+
+
+@pytest.mark.parametrize(
+  "typed, meant",
+  [
+    ("num_generations", "TRL's and Tunix's num_generations is 'rollout.group_size' here"),
+    ("loss.beta", "'loss.kl_coef'"),
+    ("rollout.n", "verl's actor_rollout_ref.rollout.n is 'rollout.group_size' here"),
+    ("kl_loss_coef", "'loss.kl_coef'"),
+    ("policy.lr", "'optim.learning_rate'"),
+    ("per_device_train_batch_size", "'rollout.prompts_per_step' and 'batching.microbatch_tokens'"),
+    ("rollouts.temprature", "or 'sampling.temperature' or"),
+    ("evaluatoin.data.path", "did you mean 'evaluation.data.path'?"),
+    ("optim.learning_rte", "did you mean 'optim.learning_rate'?"),
+  ],
+)
+def test_names_of_other_programs_are_answered_on_the_command_line_in_files_and_in_python(
+  typed, meant
+):
+  config = configuration.load(str(ROOT / "configs" / "base.py"))
+  assert meant in str(configuration.refusal(config, typed))
+  with pytest.raises(configuration.ConfigError, match=re.escape(meant)):
+    overrides.override(config, {typed: 3})
+  if "temprature" not in typed and "lear" not in typed:
+    (in_a_file,) = field_checks.problems({typed: 3})
+    assert meant in in_a_file
+
+
+def test_a_flag_of_another_program_is_answered_with_the_field():
+  with pytest.raises(configuration.ConfigError) as raised:
+    command_line.parse(["--config=math_1b", "--num_generations=8"])
+  assert str(raised.value) == (
+    "unknown flag --num_generations (TRL's and Tunix's num_generations is 'rollout.group_size'"
+    " here); fields are set by --config.SECTION.FIELD=VALUE"
+  )
+
+
+@pytest.mark.parametrize("program", ["TRL", "Tunix"])
+def test_the_program_of_the_page_is_a_run_that_can_begin(program, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  begun = []
+  monkeypatch.setattr(training.training, "train", lambda config, *_, **__: begun.append(config))
+  (text,) = re.findall(r"```python\n(.*?)```", PAGES[program], re.S)
+  scope: dict = {}
+  exec(compile(text, program, "exec"), scope)
+  (config,) = begun
+  assert (config.rollout.group_size, config.loss.kl_coef, config.total_steps) == (8, 0.0, 20)
+  assert scope["right"]("2 + 2 =", "4", {"expected_answer": "4"}) == 1.0
+
+
+@pytest.mark.parametrize("program", ["verl", "NeMo RL"])
+def test_the_command_of_the_page_is_understood(program):
+  (text,) = re.findall(r"```\n(python -m grpo_jax.main.*?)```", PAGES[program], re.S)
+  command = command_line.parse(shlex.split(text.replace("\\\n", " "))[3:])
+  configuration.check(command.config, [grpo_jax.train.validate])
+  assert command.config.rollout.group_size == 8
