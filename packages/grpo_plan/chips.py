@@ -5,55 +5,9 @@ All rates are vendors' peaks. A plan that uses them is a bound that no program r
 
 import dataclasses
 
+from grpo_plan.gpu_targets import TARGETS
+
 GIB = 2**30
-
-# What XLA queries from a GPU. Values: XLA's own specifications (xla/backends/gpu/target_config).
-_GPU_TEXT = """
-gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: {shared_memory}
-  threads_per_core_limit: 2048
-  core_count: {cores}
-  fpus_per_core: {fpus}
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: {bandwidth}
-  l2_cache_size: {l2}
-  clock_rate_ghz: {clock}
-  device_memory_size: {memory}
-  shared_memory_per_block_optin: {optin}
-  cuda_compute_capability {{ major: {major} minor: 0 }}
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 8 }}
-device_description_str: "{name}"
-"""
-
-
-def _hopper(name: str, *, memory: int, bandwidth: int) -> str:
-  sizes = {"shared_memory": 233472, "optin": 232448, "l2": 52428800, "cores": 132, "fpus": 128}
-  return _GPU_TEXT.format(
-    name=name, memory=memory, bandwidth=bandwidth, clock=1.98, major=9, **sizes
-  )
-
-
-_AMPERE = _GPU_TEXT.format(
-  name="NVIDIA A100-SXM4-80GB",
-  memory=85100068864,
-  bandwidth=2039040000000,
-  clock=1.41,
-  major=8,
-  shared_memory=167936,
-  optin=166912,
-  l2=41943040,
-  cores=108,
-  fpus=64,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +48,13 @@ _BY_JAX = "92 % of the memory that CUDA reports (XLA_PYTHON_CLIENT_MEM_FRACTION=
 _OF_TPUS = "cloud.google.com/tpu/docs/{} (link: half of the bidirectional ICI figure; network: {})"
 _SIX = "float32: a sixth of bfloat16, since a product in full precision takes six bfloat16 passes"
 _OF_GPUS = (
-  "NVIDIA's data sheet of the {}, dense products (link: half of the bidirectional NVLink figure;"
-  " network: {} a GPU, one way, of a usual node of eight)"
+  "NVIDIA's data sheet of the {}, dense products, bfloat16 summed in float32 (link: half of the"
+  " bidirectional {}; network: {} a GPU, one way, {})"
+)
+_NODE, _PC = "of a usual node of eight", "assumed: 10 Gb/s Ethernet, as on a desktop"
+_NO_BFLOAT16 = (
+  "; it has no bfloat16 units: products of bfloat16 run as float32, and the 65 TFLOP/s of the data"
+  " sheet are float16, which grpo_jax does not use"
 )
 
 
@@ -114,23 +73,22 @@ def _tpu(name: str, memory: int, usable: float, peak: float, rates: tuple[float,
   )
 
 
-def _gpu(name: str, sheet: str, memory: int, peaks: tuple[float, float],
-         rates: tuple[float, float, float], target: str) -> Chip:  # fmt: skip
+def _gpu(name: str, sheet: str, peaks: tuple[float, float], rates: tuple[float, float, float],
+         link: str = "NVLink figure", network: str = _NODE) -> Chip:  # fmt: skip
+  target = TARGETS[name]
+  sources = _OF_GPUS.format(sheet, link, f"{rates[2] * 8 / 1e9:g} Gb/s", network)
   return Chip(
     name,
     "gpu",
-    memory,
-    int(0.92 * memory),
+    target.memory,
+    int(0.92 * target.memory),
     _BY_JAX,
     *peaks,
     *rates,
-    sources=_OF_GPUS.format(sheet, f"{rates[2] * 8 / 1e9:g} Gb/s"),
-    target=target,
+    sources=sources if target.has_bfloat16 else sources + _NO_BFLOAT16,
+    target=target.text,
   )
 
-
-# What CUDA reports of a chip's memory is less than the data sheet's figure.
-_H100_MEMORY, _H200_MEMORY, _A100_MEMORY = 84978434048, 151397597184, 85100068864
 
 CHIPS = {
   chip.name: chip
@@ -139,14 +97,44 @@ CHIPS = {
     _tpu("v5e", 16 * 10**9, 15.75, 197e12, (819e9, 200e9, 3.125e9), "6.4 Tb/s a pod of 256"),
     _tpu("v5p", 95 * GIB, 95.73, 459e12, (2.765e12, 600e9, 6.25e9), "50 Gb/s a chip"),
     _tpu("v6e", 32 * 10**9, 31.24, 918e12, (1.64e12, 400e9, 12.5e9), "25.6 Tb/s a pod of 256"),
-    _gpu("a100", "A100 80 GB SXM", _A100_MEMORY, (312e12, 19.5e12),
-         (2.039e12, 300e9, 25e9), _AMPERE),
-    _gpu("h100", "H100 SXM", _H100_MEMORY, (989e12, 67e12), (3.35e12, 450e9, 50e9),
-         _hopper("NVIDIA H100 80GB HBM3", memory=_H100_MEMORY, bandwidth=3352320000000)),
-    _gpu("h200", "H200 SXM", _H200_MEMORY, (989e12, 67e12), (4.8e12, 450e9, 50e9),
-         _hopper("NVIDIA H200 141GB HBM3e", memory=_H200_MEMORY, bandwidth=4800000000000)),
+    _gpu("t4", "T4", (8.1e12, 8.1e12), (320e9, 16e9, 1.5625e9), "PCIe 3.0 x16 figure",
+         "an eighth of a node's 100 Gb/s"),
+    _gpu("l4", "L4", (121e12, 30.3e12), (300e9, 32e9, 1.5625e9), "PCIe 4.0 x16 figure",
+         "an eighth of a node's 100 Gb/s"),
+    _gpu("4090", "GeForce RTX 4090", (165.2e12, 82.6e12), (1.008e12, 32e9, 1.25e9),
+         "PCIe 4.0 x16 figure", _PC),
+    _gpu("5090", "GeForce RTX 5090", (209.5e12, 104.8e12), (1.792e12, 64e9, 1.25e9),
+         "PCIe 5.0 x16 figure", _PC),
+    _gpu("a100-40", "A100 40 GB SXM", (312e12, 19.5e12), (1.555e12, 300e9, 25e9)),
+    _gpu("a100", "A100 80 GB SXM", (312e12, 19.5e12), (2.039e12, 300e9, 25e9)),
+    _gpu("h100", "H100 SXM", (989e12, 67e12), (3.35e12, 450e9, 50e9)),
+    _gpu("h200", "H200 SXM", (989e12, 67e12), (4.8e12, 450e9, 50e9)),
   )
 }  # fmt: skip
+
+# Name that JAX or nvidia-smi gives a device → chip. A laptop's RTX 4090 and a part of an H100 (MIG)
+# have longer names and are other chips.
+KINDS = {
+  **{target.name: name for name, target in TARGETS.items() if name != "h200"},
+  "NVIDIA H200": "h200",
+  "TPU v4": "v4",
+  "TPU v5 lite": "v5e",
+  "TPU v5e": "v5e",
+  "TPU v5": "v5p",
+  "TPU v5p": "v5p",
+  "TPU v6 lite": "v6e",
+  "TPU v6e": "v6e",
+}
+
+
+def of_kind(kind: str) -> Chip | None:
+  """Returns the chip of a device; None if it is not in the table.
+
+  Args:
+    kind: Name of the device that JAX (`device_kind`) or nvidia-smi reports.
+  """
+  name = kind.strip()
+  return CHIPS[KINDS[name]] if name in KINDS else None
 
 
 def cpu(memory: int) -> Chip:

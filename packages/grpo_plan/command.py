@@ -20,8 +20,8 @@ at least? It compiles the run's own programs; no weights and no accelerator are 
 
   --config    as for grpo-jax train, with the same overrides.
   --topology  TPU slices by Google's names: v5e-16 and v6e-8 (chips), v5p-8 and v4-8 (TensorCores,
-              two a chip), 2xv5e-16 (two slices); GPUs: h100:8, h200:8, a100:8, 2xh100:8 (two
-              nodes); cpu:8 (simulated devices, to try it).
+              two a chip), 2xv5e-16 (two slices); GPUs: t4, l4, 4090, 5090, a100-40, a100:8,
+              h100:8, h200:8, 2xh100:8 (two nodes); cpu:8 (simulated devices, to try it).
   --model-config=FILE   config.json (or folder) of the model, or a name such as Qwen3-8B; default:
               model.path: a folder, a model of the package's table, or the hub's config.json.
   --prompt-tokens=N, --completion-tokens=N   assumed length of every prompt and completion, for

@@ -27,13 +27,25 @@ _CUBES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4
 # TPU generation → chips → shape of the slice.
 SHAPES = {"v4": _CUBES, "v5e": _FLAT, "v5p": _CUBES, "v6e": _FLAT}
 _CORES = {"v4": 2, "v5p": 2}  # TensorCores of a chip, by which Google names slices.
-_ALIASES = {"v5litepod": "v5e", "v5lite": "v5e"}
+# What people write for a chip, without hyphens in the names of GPUs.
+_ALIASES = {
+  "v5litepod": "v5e",
+  "v5lite": "v5e",
+  "rtx4090": "4090",
+  "rtx5090": "5090",
+  "a10040": "a100-40",
+  "a10040gb": "a100-40",
+  "a10080": "a100",
+  "a10080gb": "a100",
+}
 _MOST_GPUS = 8  # GPUs of a node.
 _MOST_DEVICES = 1 << 14
 _MOST_CPUS = 256  # simulated devices, each with threads of its own.
 
 _NAME = re.compile(
-  r"(?:(?P<count>\d+)x)?(?P<kind>[a-z][a-z0-9]*?)(?:(?P<mark>[-:])(?P<size>[\dx]+))?", re.IGNORECASE
+  r"(?:(?P<count>\d+)x)?(?P<kind>a100-[48]0(?:gb)?|(?:rtx-?)?[45]090|[a-z][a-z0-9]*?)"
+  r"(?:(?P<mark>[-:])(?P<size>[\dx]+))?",
+  re.IGNORECASE,
 )
 
 # JAX's names for what installs a compiler, and the module that shows that it is installed.
@@ -92,14 +104,15 @@ def parse(name: str) -> Topology:
 
   Args:
     name: "v5e-16", "v5p-8" (in TensorCores, as Google counts), "2xv5e-16" (two slices), "v5e:4x4"
-      (by its shape), "h100:8", "2xh100:8" (two nodes), or "cpu:8" (simulated devices).
+      (by its shape), "h100:8", "4090" (one of them), "a100-40:8" (of 40 GB), "2xh100:8" (two
+      nodes), or "cpu:8" (simulated devices).
 
   Raises:
     PlanError: There is no such machine; the message names the nearest ones.
   """
   given = name.strip()
   match = _NAME.fullmatch(given)
-  kind = match["kind"].lower() if match else ""
+  kind = match["kind"].lower().replace("-", "") if match else ""
   kind = _ALIASES.get(kind, kind)
   if match is None or (kind != "cpu" and kind not in CHIPS) or match["count"] == "0":
     raise _unknown(name)
@@ -121,7 +134,10 @@ def _check_size(name: str, devices: int, most: int) -> None:
 def _unknown(name: str, reason: str = "") -> PlanError:
   near = names.nearest(name, valid(), count=3, cutoff=0.3)
   hint = f"; the nearest are {', '.join(near)}" if near else ""
-  kinds = "TPU slices (v4-8, v5e-16, v5p-8, v6e-8), GPUs (a100:8, h100:8, h200:8, 2xh100:8), cpu:8"
+  kinds = (
+    "TPU slices (v4-8, v5e-16, v5p-8, v6e-8), GPUs (t4, l4, 4090, 5090, a100-40, a100:8, h100:8,"
+    " h200:8, 2xh100:8), cpu:8"
+  )
   found = f": {reason}" if reason else f" is not one of {kinds}"
   return PlanError(f"--topology={name}{found}{hint}")
 

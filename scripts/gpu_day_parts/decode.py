@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from gpu_day_parts import child, models, running, work
+from grpo_plan import chips
 
 TITLE = "a decode step of the embedded sampler, Qwen2.5-1.5B, 64, 256 and 512 rows"
 LIMIT_S = 180.0
@@ -37,7 +38,7 @@ def measure(record: child.Record, settings: running.Settings) -> None:
   config, dtype = models.config_of(sizes.model), sizes.compute_dtype
   params = models.random_weights(config)
   itemsize = 2 if dtype == "bfloat16" else 4
-  sheet = work.data_sheet(device.device_kind)
+  sheet = chips.of_kind(device.device_kind)
   record.put(sizes=vars(sizes))
   for count in sizes.rows:
     with JaxSampler(config, compute_dtype=dtype, max_rows=count) as sampler:

@@ -7,6 +7,7 @@ import subprocess
 import record as packages
 
 from gpu_day_parts import child, running, work
+from grpo_plan import chips
 
 # Fields of `nvidia-smi --query-gpu`.
 _QUERY = (
@@ -42,7 +43,7 @@ def measure(record: child.Record, settings: running.Settings) -> None:
   import jax.numpy as jnp
   import linear_logprobs as benchmark
 
-  sheet = work.data_sheet(device.device_kind)
+  sheet = chips.of_kind(device.device_kind)
   record.put(
     memory_bytes=(device.memory_stats() or {}).get("bytes_limit"), devices=len(jax.devices())
   )

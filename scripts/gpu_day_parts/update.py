@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpu_day_parts import child, models, running, work
+from grpo_plan import chips
 
 _LONGEST = 15  # number of kernels of a profile that are kept.
 
@@ -116,7 +117,7 @@ def numbers(
   """
   seconds = statistics.median(map(sum, samples))
   rows, row_tokens = measured["microbatch"]
-  sheet = work.data_sheet(device_kind)
+  sheet = chips.of_kind(device_kind)
   return {
     "seconds": seconds,
     "tokens_per_s": measured["tokens"] / seconds,

@@ -10,26 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from grpo_plan.chips import CHIPS, Chip
-
-# Beginning of the name that JAX reports (`device_kind`) → chip in `CHIPS`, with its data sheet.
-KINDS = {
-  "NVIDIA H200": "h200",
-  "NVIDIA H100 80GB HBM3": "h100",
-  "NVIDIA A100-SXM4-80GB": "a100",
-  "TPU v4": "v4",
-  "TPU v5 lite": "v5e",
-  "TPU v5e": "v5e",
-  "TPU v5p": "v5p",
-  "TPU v6 lite": "v6e",
-  "TPU v6e": "v6e",
-}
-
-
-def data_sheet(device_kind: str) -> Chip | None:
-  """Returns the chip with the rates of a device's data sheet; None if it is not in `KINDS`."""
-  return next((CHIPS[name] for kind, name in KINDS.items() if device_kind.startswith(kind)), None)
-
 
 class Rows(NamedTuple):
   """Packed rows of groups; all lengths of completions are equally likely."""

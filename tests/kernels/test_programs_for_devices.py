@@ -180,6 +180,24 @@ def test_no_gradient_of_a_frozen_head_exists(machine, is_tied, tmp_path):
     assert found, "the gradient of a trained head would be seen"
 
 
+@on_h100
+@pytest.mark.parametrize("machine", ["t4", "5090"])
+def test_a_scorer_is_compiled_for_gpus_of_other_generations(machine, tmp_path):
+  """A T4 has no bfloat16 units: XLA computes its products from factors converted to float32."""
+  sizes = SMALL | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128}
+  options = [f"--config.{name}=128" for name in ("rollout.max_tokens", "data.max_prompt_tokens")]
+  options += ["--config.sampling.max_tokens=128", "--config.batching.microbatch_tokens=256"]
+  run = run_on(machine, sizes, tmp_path, *options, "--config.loss.kl_coef=0.01")
+  job = next(x for x in run.jobs if programs.program_of(x.name) == "score")
+  with run.assumed():
+    hlo = job.lower().compile().as_text()
+  assert "mosaic_gpu" not in hlo
+  # Products by the compiler's own kernels, and by cuBLAS; the dtype of what they return.
+  found = re.findall(r" = \(?(\w+)\[\S+(?: \S+)? (?:dot\(|custom-call\(.*__cublas)", hlo)
+  print(machine, found)
+  assert found and {*found} == ({"f32"} if machine == "t4" else {"f32", "bf16"})
+
+
 # Rows → bytes of a step over those needed. XLA splits sums of q|k|v, o and down (BUILD_NOTES.md,
 # "A decode step, compiled for an H100").
 MOVED = {64: 1.30, 256: 1.61, 512: 1.66}

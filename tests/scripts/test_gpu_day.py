@@ -36,6 +36,8 @@ from gpu_day_parts import decode as decoding  # noqa: E402
 from gpu_day_parts import head as heads  # noqa: E402
 from gpu_day_parts import tests as gpu_tests  # noqa: E402
 
+from grpo_plan import chips  # noqa: E402
+
 H100 = "NVIDIA H100 80GB HBM3"
 
 
@@ -65,9 +67,9 @@ def test_a_decode_step_reads_weights_and_caches_once():
 
 
 def test_the_rates_of_a_device_are_those_of_its_data_sheet():
-  sheet = work.data_sheet(H100)
+  sheet = chips.of_kind(H100)
   assert sheet is not None and (sheet.bfloat16, sheet.bandwidth) == (989e12, 3.35e12)
-  assert work.data_sheet("NVIDIA H100 PCIe") is None and work.data_sheet("cpu") is None
+  assert chips.of_kind("NVIDIA H100 PCIe") is None and chips.of_kind("cpu") is None
 
 
 def test_pairs_are_those_of_the_mask_of_the_model():

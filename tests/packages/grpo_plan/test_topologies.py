@@ -3,9 +3,14 @@
 import importlib.util
 
 import pytest
+from grpo_kernels.attention import choice as attention_choice
+from grpo_kernels.decode_attention import choice as decode_choice
+from grpo_kernels.implementations import Chip
+from grpo_kernels.linear_logprobs import choice as head_choice
 
-from grpo_plan import topologies
+from grpo_plan import chips, topologies
 from grpo_plan.chips import CHIPS
+from grpo_plan.gpu_targets import TARGETS
 from grpo_plan.topologies import PlanError
 
 
@@ -28,6 +33,14 @@ from grpo_plan.topologies import PlanError
     ("2xh100:8", "h100", 16, 2, 2, ""),
     ("4xh200:4", "h200", 16, 4, 4, ""),
     ("cpu:4", "cpu", 4, 1, 1, ""),
+    ("t4", "t4", 1, 1, 1, ""),
+    ("L4:4", "l4", 4, 1, 1, ""),
+    ("4090", "4090", 1, 1, 1, ""),
+    ("rtx4090:1", "4090", 1, 1, 1, ""),
+    ("RTX-5090:2", "5090", 2, 1, 1, ""),
+    ("2x5090:8", "5090", 16, 2, 2, ""),
+    ("a100-40:8", "a100-40", 8, 1, 1, ""),
+    ("a100-80gb", "a100", 1, 1, 1, ""),
   ],
 )
 def test_names_mean_what_google_and_nvidia_sell(name, chip, devices, hosts, slices, shape):
@@ -49,6 +62,8 @@ def test_names_mean_what_google_and_nvidia_sell(name, chip, devices, hosts, slic
     ("0xv5e-16", ["v5e-16"]),
     ("", ["v5e-16"]),
     ("cpu:0", ["cpu:8"]),
+    ("a100-60:8", ["a100-40:8"]),
+    ("rtx3090:1", ["5090"]),
   ],
 )
 def test_unknown_names_name_the_nearest(name, words):
@@ -88,4 +103,26 @@ def test_rates_have_sources_and_sensible_sizes():
   for chip in CHIPS.values():
     assert chip.sources and chip.of_usable
     assert 0.85 * chip.memory < chip.usable <= 1.08 * chip.memory
-    assert chip.float32 < chip.bfloat16 and chip.network < chip.link < chip.bandwidth
+    assert chip.network < chip.link < chip.bandwidth
+    # A T4 multiplies bfloat16 as float32: its 65 TFLOP/s are float16.
+    assert chip.float32 < chip.bfloat16 or (chip.name, chip.bfloat16) == ("t4", chip.float32)
+
+
+def test_a_device_is_known_by_the_name_that_jax_gives_it():
+  found = {name: chips.of_kind(name) for name in (*chips.KINDS, "NVIDIA H100 PCIe", "cpu")}
+  assert found["Tesla T4"] is CHIPS["t4"] and found["TPU v5 lite"] is CHIPS["v5e"]
+  assert {chip.name for chip in found.values() if chip} == CHIPS.keys()
+  # Other chips than those whose names they begin with.
+  assert found["NVIDIA H100 PCIe"] is None and found["cpu"] is None
+  assert chips.of_kind("NVIDIA GeForce RTX 4090 Laptop GPU") is None
+
+
+@pytest.mark.parametrize("name", ["t4", "l4", "4090", "5090", "a100-40", "a100"])
+def test_kernels_of_hopper_are_not_chosen_for_other_gpus(name):
+  target = TARGETS[name]
+  chip = Chip("gpu", target.name, target.capability)
+  assert attention_choice.default(chip, "bfloat16", 128)[0] == "xla_blocked"
+  assert head_choice.default(chip, "bfloat16", 1536)[0] == "xla_chunked"
+  sizes = {"width": 128, "queries": 6, "tokens": (64,)}
+  assert "Hopper" in (decode_choice.misfit("mosaic_gpu", chip, "bfloat16", **sizes) or "")
+  assert f"major: {target.capability[:-2]} minor: {target.capability[-1]} " in target.text
