@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Sequence
 
 from grpo_jax import interrupts, processes
+from grpo_jax.compilation import gpu_share
 from grpo_jax.config import command_line, configuration
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.errors import ExpectedFailure
@@ -90,6 +91,7 @@ def run(
   """
   workdirs.check(command.workdir)
   installed.check()
+  gpu_share.set_for_run(command.config.get("engine"))
   try:
     starting.start(command.config.get("distributed"), stop)
   except interrupts.Stopped:

@@ -13,6 +13,7 @@ from grpo_jax import train as training
 from grpo_jax.api import callbacks, rewards, row_files
 from grpo_jax.api.callbacks import OnSteps
 from grpo_jax.api.run import Run
+from grpo_jax.compilation import gpu_share
 from grpo_jax.config import configuration as checking
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.errors import ExpectedFailure
@@ -82,6 +83,7 @@ def train(
   place = workdir if local_paths.is_url(workdir) else pathlib.Path(workdir).expanduser()
   folder = workdirs.local_folder(place)
   before, named = _chosen(config, overrides)
+  gpu_share.set_for_run(before.get("engine"))
   starting.start(before.get("distributed"))
   files = _files(rows, evaluation_rows)
   with notices.on_screen(screen.Screen()):

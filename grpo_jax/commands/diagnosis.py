@@ -19,7 +19,8 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from grpo_jax.commands import jax_probe
-from grpo_jax.compilation import accelerators, containers, host_memory
+from grpo_jax.compilation import accelerators, containers, gpu_share, host_memory
+from grpo_jax.engines.options import EngineOptions
 from grpo_jax.files import installed, package_data
 from grpo_jax.processes import starting
 from grpo_sandbox import launch
@@ -240,6 +241,7 @@ def _hub(silence: str) -> Iterator[Finding]:
 def _ask_jax() -> dict[str, Any]:
   """Runs `jax_probe` in a process of its own; returns its facts, with "error" if it failed."""
   environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+  gpu_share.set_for_run(EngineOptions(), environment)
   try:
     done = subprocess.run(
       [sys.executable, "-c", jax_probe.CODE],

@@ -5,6 +5,7 @@ All rates are vendors' peaks. A plan that uses them is a bound that no program r
 
 import dataclasses
 
+from grpo_jax.compilation import gpu_share
 from grpo_plan.gpu_targets import TARGETS
 
 GIB = 2**30
@@ -44,7 +45,7 @@ class Chip:
 
 
 _BY_COMPILER = "the limit of the TPU compiler of libtpu 0.0.48.1"
-_BY_JAX = "92 % of the memory that CUDA reports (XLA_PYTHON_CLIENT_MEM_FRACTION=.92)"
+_BY_JAX = "{:.0%} of the memory that CUDA reports: {}"
 _OF_TPUS = "cloud.google.com/tpu/docs/{} (link: half of the bidirectional ICI figure; network: {})"
 _SIX = "float32: a sixth of bfloat16, since a product in full precision takes six bfloat16 passes"
 _OF_GPUS = (
@@ -81,8 +82,8 @@ def _gpu(name: str, sheet: str, peaks: tuple[float, float], rates: tuple[float, 
     name,
     "gpu",
     target.memory,
-    int(0.92 * target.memory),
-    _BY_JAX,
+    int(gpu_share.ALONE * target.memory),
+    _BY_JAX.format(gpu_share.ALONE, "what a run takes"),
     *peaks,
     *rates,
     sources=sources if target.has_bfloat16 else sources + _NO_BFLOAT16,
@@ -125,6 +126,23 @@ KINDS = {
   "TPU v6 lite": "v6e",
   "TPU v6e": "v6e",
 }
+
+
+def in_run(chip: Chip, engine: str) -> Chip:
+  """Returns a chip with the memory that JAX takes of it in a run.
+
+  Args:
+    chip: The chip.
+    engine: `engine.name` of the run.
+
+  Raises:
+    ValueError: The environment has a share of the memory that is not one.
+  """
+  if chip.platform != "gpu":
+    return chip
+  share = gpu_share.of_run(engine)
+  origin = _BY_JAX.format(share, gpu_share.origin(engine))
+  return dataclasses.replace(chip, usable=int(share * chip.memory), of_usable=origin)
 
 
 def of_kind(kind: str) -> Chip | None:

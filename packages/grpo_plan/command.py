@@ -125,6 +125,7 @@ def _plan(options: Any, rest: Sequence[str], arguments: Sequence[str]) -> int:
   topology = topologies.parse(options.topology)
   topologies.check_compiler(topology)
   config = plan_request.config_of(rest)
+  topology = plan_request.in_run(topology, config)
   with tempfile.TemporaryDirectory() as scratch:
     model, source = plan_request.model_of(config, options.model_config, pathlib.Path(scratch))
     run = plan_request.run_of(config, model, topology, pathlib.Path(scratch), source=source)

@@ -18,7 +18,7 @@ from grpo_jax.models import config as model_config
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.errors import ModelError
 from grpo_jax.values import options
-from grpo_plan import architectures, compiling, plan, programs, target, topologies
+from grpo_plan import architectures, chips, compiling, plan, programs, target, topologies
 from grpo_plan.chips import GIB
 from grpo_plan.programs import PlannedRun
 from grpo_plan.topologies import PlanError, Topology
@@ -128,6 +128,18 @@ def run_of(
     if needed is None:
       raise
     raise _too_large_to_copy(topology, needed) from error
+
+
+def in_run(topology: Topology, config: Config) -> Topology:
+  """Returns a machine with the memory that JAX takes of its devices in a run.
+
+  Raises:
+    PlanError: The environment has a share of a GPU's memory that is not one.
+  """
+  try:
+    return dataclasses.replace(topology, chip=chips.in_run(topology.chip, config.engine.name))
+  except ValueError as error:
+    raise PlanError(str(error)) from error
 
 
 def _too_large_to_copy(topology: Topology, needed: int) -> DoesNotFit:

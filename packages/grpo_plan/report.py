@@ -47,11 +47,6 @@ def _choices(plan: Plan) -> Iterator[str]:
   if choices is None:
     return
   yield from (*choices.lines, *choices.warnings)
-  if plan.topology.chip.platform == "gpu" and choices.lines:
-    yield (
-      "a run chooses by what JAX may take of a GPU: 75 %, and as much as in this plan with"
-      " XLA_PYTHON_CLIENT_MEM_FRACTION=.92"
-    )
   counted = arithmetic(plan)
   need = plan.need("update")
   if counted is None or need is None:

@@ -8,6 +8,7 @@ from grpo_kernels.decode_attention import choice as decode_choice
 from grpo_kernels.implementations import Chip
 from grpo_kernels.linear_logprobs import choice as head_choice
 
+from grpo_jax.compilation import gpu_share
 from grpo_plan import chips, topologies
 from grpo_plan.chips import CHIPS
 from grpo_plan.gpu_targets import TARGETS
@@ -115,6 +116,16 @@ def test_a_device_is_known_by_the_name_that_jax_gives_it():
   # Other chips than those whose names they begin with.
   assert found["NVIDIA H100 PCIe"] is None and found["cpu"] is None
   assert chips.of_kind("NVIDIA GeForce RTX 4090 Laptop GPU") is None
+
+
+def test_a_plan_has_the_memory_that_jax_takes_in_a_run(monkeypatch):
+  for name in gpu_share.NAMES:
+    monkeypatch.delenv(name, raising=False)
+  share = lambda engine, name="h100": chips.in_run(CHIPS[name], engine).usable / CHIPS[name].memory
+  assert share("jax_sampler") == pytest.approx(0.92) and share("sglang") == pytest.approx(0.75)
+  monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".4")
+  assert share("sglang") == pytest.approx(0.4)
+  assert chips.in_run(CHIPS["v5e"], "sglang") is CHIPS["v5e"]
 
 
 @pytest.mark.parametrize("name", ["t4", "l4", "4090", "5090", "a100-40", "a100"])

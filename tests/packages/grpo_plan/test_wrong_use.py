@@ -8,7 +8,7 @@ import pytest
 from grpo_jax.commands import cli
 from grpo_jax.engines import jax_sampler
 from grpo_jax.files import hub
-from grpo_plan import compiling, plan_request, workload
+from grpo_plan import compiling, plan_request, topologies, workload
 from grpo_plan.compiling import Compiled
 
 CONFIG = "--config=configs/math_1b.py"
@@ -158,6 +158,13 @@ def test_a_machine_too_large_to_describe_is_refused(plan, name):
 def test_wrong_values_are_one_message(plan, words, message):
   code, said = plan(*words)
   assert code == 2 and message in said, said
+
+
+def test_a_share_of_a_gpu_that_is_not_one_names_its_variable(plan, monkeypatch):
+  monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "92")
+  monkeypatch.setattr(topologies, "check_compiler", lambda topology: None)
+  code, said = plan("--topology=t4")
+  assert code == 2 and "XLA_PYTHON_CLIENT_MEM_FRACTION=92 must be" in said, said
 
 
 def test_given_lengths_are_taken_and_the_other_is_made_to_fit():
