@@ -15,7 +15,7 @@ PARALLEL = -n logical --maxprocesses=4 --dist=worksteal
 SCRIPTS = .ci/run $(wildcard scripts/*.sh scripts/*/*.sh scripts/*/*.sbatch)
 # The files that hold tests of a mark, unless ARGS names files: to collect all of them takes every
 # process 18 s.
-files_of = $(if $(filter tests/% notebooks%,$(ARGS)),,$(shell grep -rlE --include='test_*.py' 'mark\.$(1)\b' tests))
+files_of = $(if $(filter tests/%,$(ARGS)),,$(shell grep -rlE --include='test_*.py' 'mark\.$(1)\b' tests))
 
 .PHONY: help notebooks quickstart test test-long test-slow test-processes test-trackers test-environments test-sglang test-gpu gpu-day aot check format docs venv sglang-cpu sglang-cuda clean
 
@@ -32,10 +32,10 @@ test: venv  ## Run the tests (no accelerator, no network); CHANGED=1: those of w
 	  tests=$$($(BIN)/python scripts/tests_of_changes.py $(filter-out 1,$(CHANGED))) || exit; \
 	  [ -n "$$tests" ] || exit 0; echo "Tests of what changed:" $$tests; \
 	fi; \
-	set -x; GRPO_JAX_NOTEBOOK_FAST=1 $(BIN)/python -m pytest -q --nbmake $(PARALLEL) -m "$(if $(ARGS),,not long and )not slow and not sglang and not processes" $$tests $(ARGS)
+	set -x; $(BIN)/python -m pytest -q $(PARALLEL) -m "$(if $(ARGS),,not long and )not slow and not sglang and not processes" $$tests $(ARGS)
 
-test-long: venv  ## Run the tests that take more than a second each, and the notebooks in their fast form.
-	GRPO_JAX_NOTEBOOK_FAST=1 $(BIN)/python -m pytest -q --nbmake $(PARALLEL) -m "$(if $(filter notebooks%,$(ARGS)),,long and )not slow and not sglang and not processes" $(call files_of,long) $(if $(filter tests/% notebooks%,$(ARGS)),,notebooks) $(ARGS)
+test-long: venv  ## Run the tests that take more than a second each, notebooks with a tiny model among them.
+	$(BIN)/python -m pytest -q $(PARALLEL) -m "long and not slow and not sglang and not processes" $(call files_of,long) $(ARGS)
 
 test-slow: venv  ## Run the tests on real components: the real model, killed processes.
 	$(BIN)/python -m pytest -q $(PARALLEL) -m "slow and not sglang and not processes" --durations=15 $(call files_of,slow) $(ARGS)

@@ -17,50 +17,14 @@
 # minutes.
 
 # %% [markdown]
-# On Colab, the next cell installs the package; this takes a few minutes. Elsewhere it does nothing:
-# install the package first (in a clone: `pip install -e ".[notebook]"`).
+# The next cell installs the package if it is missing, as on Colab; that takes a few minutes. For a
+# GPU write `grpo-jax[notebook,cuda12]`, for a TPU `grpo-jax[notebook,tpu]`.
 
-# %% tags=["install"]
-import os
-import pathlib
-import shutil
-import subprocess
-import sys
-
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave memory to other notebooks.
-if "google.colab" in sys.modules or "COLAB_RELEASE_TAG" in os.environ:
-  if "jax" in sys.modules:  # Colab has an older one, which this cell replaces.
-    raise RuntimeError("JAX is imported already: choose Runtime > Restart session, then run again")
-  has_tpu = "TPU_ACCELERATOR_TYPE" in os.environ or any(pathlib.Path("/dev").glob("accel*"))
-  has_gpu = shutil.which("nvidia-smi") is not None
-  extra = "notebook,tpu" if has_tpu else "notebook,cuda12" if has_gpu else "notebook"
-  address = "https://github.com/grpo-jax/grpo-jax"
-  package = f"grpo-jax[{extra}] @ git+{address}"
-  # The versions that the tests ran with, of this Python.
-  versions = f"{address}/raw/main/constraints/py3{sys.version_info[1]}.txt"
-  pip = [sys.executable, "-m", "pip", "install", "--quiet", package, "--constraint", versions]
-  subprocess.run(pip, check=True)
-
-# %% tags=["settings"]
-import tempfile
-
-import grpo_jax
-from grpo_jax import notebook
-from grpo_jax.models import tiny
-
-options = {}
-if os.environ.get("GRPO_JAX_NOTEBOOK_FAST") == "1":  # for tests: a tiny random model, a few steps.
-  os.chdir(tempfile.mkdtemp())
-  options = {
-    "model.path": str(tiny.write("tiny")),
-    "total_steps": 2,
-    "rollout.prompts_per_step": 4,
-    "rollout.group_size": 4,
-    "sampling.max_tokens": 8,
-    "evaluation.num_prompts": 4,
-    "learn.report_all_every_steps": 0,
-    "learn.report_kl_every_steps": 0,
-  }
+# %% tags=["active-ipynb", "install"]
+# try:
+#   import grpo_jax
+# except ImportError:
+#   %pip install --quiet "grpo-jax[notebook] @ git+https://github.com/grpo-jax/grpo-jax"
 
 # %% [markdown]
 # ## Train
@@ -71,9 +35,15 @@ if os.environ.get("GRPO_JAX_NOTEBOOK_FAST") == "1":  # for tests: a tiny random 
 # saved, and running the cell again continues the run.
 
 # %%
-settings = {"evaluation.at_start": False, "logging.sinks": ("jsonl", "tensorboard"), **options}
-curve = notebook.LiveCurve()
-run = grpo_jax.train("quickstart", "runs/quickstart", on_step=curve, **settings)
+import grpo_jax
+from grpo_jax import notebook
+
+run = grpo_jax.train(
+  "quickstart",
+  "runs/quickstart",
+  on_step=notebook.LiveCurve(),
+  **{"evaluation.at_start": False, "logging.sinks": ("jsonl", "tensorboard")},
+)
 
 # %% [markdown]
 # ## Before and after

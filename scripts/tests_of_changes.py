@@ -23,7 +23,7 @@ import sys
 from collections.abc import Collection, Sequence
 
 ROOT = pathlib.Path(__file__).parents[1]
-EVERYTHING = ["tests", "notebooks"]
+EVERYTHING = ["tests"]
 # They look at every file of the project, and take seconds.
 OF_CODE = ["tests/test_architecture.py", "tests/test_errors.py", "tests/test_words.py"]
 OF_TEXT = [
@@ -89,7 +89,6 @@ def tests_of(changed: Sequence[str], root: pathlib.Path = ROOT) -> list[str]:
       found |= {*importing(".".join(inner)), *([f"tests/{inner[1]}"] if len(inner) > 2 else [])}
     elif top in ("scripts", "notebooks"):
       found |= {f"tests/{top}", *OF_CODE, *importing(".".join(inner))}
-      found |= {"notebooks"} if top == "notebooks" else set()
       found |= {test for test in tests if path.name in (root / test).read_text()}
     elif path.suffix in (".md", ".rst"):
       found |= {*OF_TEXT, *(test for test in tests if path.name in (root / test).read_text())}

@@ -43,13 +43,6 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 
 
-def pytest_collection_modifyitems(items):
-  """Notebooks train: each takes half a minute, in its fast form too."""
-  for item in items:
-    if item.path.suffix == ".ipynb":
-      item.add_marker("long")
-
-
 @pytest.fixture(scope="session")
 def own_process(tmp_path_factory):
   """Calls functions of a test module in a process of its own: all that signals is called there."""

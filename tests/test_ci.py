@@ -105,8 +105,10 @@ def test_what_another_part_runs_is_left_out_only_if_the_gate_runs_that_part(gate
   long, slow = sorted(target for target in targets[len(apart) :] if "ARGS" in target)
   left_out = re.findall("--deselect=([^ :]+)", long)
   assert {"tests/kernels", "tests/rl", "tests/learn"} <= set(left_out)
-  assert re.findall("--ignore=(.+)", long) == ["notebooks/quickstart.ipynb"]
-  assert all((ROOT / path).exists() for path in [*left_out, "notebooks/quickstart.ipynb"])
+  notebooks = "tests/notebooks/test_notebooks.py"
+  assert notebooks in left_out and all((ROOT / path).exists() for path in left_out)
+  (test,) = re.findall(rf"{notebooks}::(\w+)\[quickstart\]", long)
+  assert f"def {test}(" in (ROOT / notebooks).read_text()
   day = "tests/scripts/test_gpu_day.py::test_a_tiny_day_runs_to_its_end"
   assert slow == f"make test-slow ARGS=--deselect={day}"
 

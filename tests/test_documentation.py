@@ -172,7 +172,7 @@ def test_nothing_is_installed_by_a_name_that_no_index_has():
   """pip would fail, or install what somebody else calls so."""
   pages = [*PAGES, *(ROOT / "notebooks").glob("*.py"), *(ROOT / "configs").glob("*.py")]
   bare = re.compile(
-    r"""pip install [^\n`]*?['"]?grpo[-_]jax(\[[\w,-]*\])?['"]?(?! @)(?=[\s'"`]|$)"""
+    r"""pip install [^\n`]*?['"]?(?<!/)grpo[-_]jax(\[[\w,-]*\])?['"]?(?! @)(?=[\s'"`]|$)"""
   )
   found = [(page.name, match[0]) for page in pages for match in bare.finditer(page.read_text())]
   assert found == []

@@ -219,6 +219,12 @@ def test_packages_without_a_readable_version_are_named_with_the_command(fake):
   assert only(diagnosis.packages()).level == FATAL
 
 
+def test_an_old_jax_that_was_imported_before_another_was_installed_is_named(fake, monkeypatch):
+  monkeypatch.setattr(sys.modules["jax"], "__version__", "0.7.2")  # as Colab has it.
+  with pytest.raises(ExpectedFailure, match="jax 0.7.2 was imported before .* restart Python"):
+    installed.check()
+
+
 def test_a_folder_that_hides_the_package_is_named(fake, monkeypatch):
   monkeypatch.setattr(grpo_jax, "__file__", None)  # as of a folder without __init__.py.
   monkeypatch.setattr(grpo_jax, "__path__", ["/home/me/grpo_jax"])

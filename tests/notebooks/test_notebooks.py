@@ -1,29 +1,31 @@
-"""The notebooks: the .ipynb is what its script makes, and the first cell installs on Colab alone.
+"""The notebooks: each .ipynb is what its script makes, holds the lesson alone, and runs.
 
-`make test-long` runs them in their fast form (pytest --nbmake notebooks); a slow test here runs the
+`make test-long` executes them with a tiny model (fast_form.py); a slow test here executes the
 quickstart with the real model.
 """
 
 import json
 import os
-import pathlib
 import re
-import shutil
-import subprocess
-import sys
-import types
+import tomllib
 
 import pytest
+from packaging.requirements import Requirement
 
 from scripts import make_notebooks
+from tests.notebooks import executing
+from tests.notebooks.executing import PYTHONPATH, ROOT
 
-ROOT = pathlib.Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "notebooks").glob("*.py"))
 NAMES = ["quickstart", "reading_a_run", "your_own_loss", "your_own_reward"]
 
 
 def cells(path):
   return json.loads(path.with_suffix(".ipynb").read_text())["cells"]
+
+
+def sources(path):
+  return ["".join(cell["source"]) for cell in cells(path)]
 
 
 def test_every_script_has_a_notebook_and_every_notebook_a_script():
@@ -43,102 +45,56 @@ def test_a_notebook_has_no_outputs_and_a_badge(path):
   assert not any(cell["outputs"] or cell["execution_count"] for cell in code)
   badge = f"https://colab.research.google.com/github/grpo-jax/grpo-jax/blob/main/notebooks/{path.stem}.ipynb"
   assert badge in "".join(cells(path)[0]["source"])
-  assert badge in (ROOT / "README.md").read_text()
-
-
-def install_cell(path):
-  """The source of the first cell of code."""
-  first = next(cell for cell in cells(path) if cell["cell_type"] == "code")
-  assert first["metadata"]["tags"] == ["install"]
-  return "".join(first["source"])
-
-
-def test_all_notebooks_install_in_the_same_way():
-  assert len({install_cell(path) for path in SCRIPTS}) == 1
-
-
-@pytest.fixture
-def installs(monkeypatch):
-  """Runs the cell that installs; returns the arguments of pip, or None if it installs nothing."""
-
-  def run(*, colab=True, gpu=False, tpu=False):
-    called = []
-    monkeypatch.setattr(subprocess, "run", lambda command, check: called.append(command))
-    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/nvidia-smi" if gpu else None)
-    monkeypatch.setattr(pathlib.Path, "glob", lambda self, pattern: iter([]))
-    for name, value, is_set in (
-      ("COLAB_RELEASE_TAG", "release-colab", colab),
-      ("TPU_ACCELERATOR_TYPE", "v5e-1", tpu),
-    ):
-      monkeypatch.setenv(name, value) if is_set else monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    exec(compile(INSTALL, "install", "exec"), {})
-    assert len(called) <= 1
-    return called[0] if called else None
-
-  return run
-
-
-INSTALL = install_cell(SCRIPTS[0])
-
-
-def test_outside_of_colab_nothing_is_installed(installs):
-  assert installs(colab=False, gpu=True) is None
-
-
-@pytest.mark.parametrize(
-  "machine, extra",
-  [({}, "[notebook]"), ({"gpu": True}, "[notebook,cuda12]"), ({"tpu": True}, "[notebook,tpu]")],
-)
-def test_on_colab_the_package_is_installed_for_the_device(machine, extra, installs, monkeypatch):
-  for name in [name for name in sys.modules if name == "jax"]:
-    monkeypatch.delitem(sys.modules, name)
-  command = installs(**machine)
-  assert command[:4] == [sys.executable, "-m", "pip", "install"]
-  assert f"grpo-jax{extra} @ git+https://github.com/grpo-jax/grpo-jax" in command
-  constraints = command[-1].rpartition("/main/")[2]
-  assert constraints == f"constraints/py3{sys.version_info[1]}.txt"
-  assert (ROOT / constraints).is_file()
-  extras = (ROOT / "pyproject.toml").read_text()
-  for name in extra.strip("[]").split(","):
-    assert re.search(rf"^{name} = ", extras, re.MULTILINE), name
-
-
-def test_on_colab_an_old_jax_that_is_imported_already_is_an_error(installs, monkeypatch):
-  monkeypatch.setitem(sys.modules, "jax", types.ModuleType("jax"))
-  with pytest.raises(RuntimeError, match="Restart session"):
-    installs()
+  assert badge in (ROOT / "docs" / "python_api.md").read_text()
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_nothing_is_imported_before_the_cell_that_installs(path):
-  source = path.read_text()
-  first = source.index('tags=["install"]')
-  assert not re.search(r"^(import|from) ", source[:first], re.MULTILINE)
-  assert not re.search(r"^\s*(import|from) (jax|grpo_jax|numpy|pandas)", INSTALL, re.MULTILINE)
+def test_a_cell_of_four_lines_installs_the_package_with_extras_that_exist(path):
+  code = [cell for cell in cells(path) if cell["cell_type"] == "code"]
+  assert [i for i, cell in enumerate(code) if "install" in cell["metadata"].get("tags", ())] == [0]
+  *lines, last = "".join(code[0]["source"]).splitlines()
+  assert lines == ["try:", "  import grpo_jax", "except ImportError:"]
+  wanted = re.fullmatch(r'  %pip install --quiet "(.+)"', last)
+  assert wanted, last
+  needed = Requirement(wanted[1])
+  project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+  assert needed.name == project["name"] and needed.url == f"git+{project['urls']['Homepage']}"
+  assert "notebook" in needed.extras and needed.extras <= set(project["optional-dependencies"])
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_notebook_has_nothing_that_only_tests_need(path):
+  """What tests change, they change in a cell before those of the notebook."""
+  found = re.findall(
+    r"os\.environ|GRPO_JAX_|tempfile|chdir|models\.tiny|\btiny\b", path.read_text()
+  )
+  assert not found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_runs_with_a_tiny_model_and_its_cells_unchanged(name, tmp_path):
+  notebook = executing.execute(name, tmp_path, executing.FAST_FORM.read_text(), timeout=240)
+  assert [cell.source for cell in notebook.cells] == sources(ROOT / "notebooks" / f"{name}.py")
+  assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
+  runs = [json.loads(path.read_text()) for path in (tmp_path / "runs").glob("*/config.json")]
+  assert runs and all(run["model"]["path"].endswith("tiny") for run in runs)
+
+
+# A first cell, for time: 4 larger steps instead of 14, and no evaluation on the way.
+FEWER_STEPS = """
+import grpo_jax
+few = {"total_steps": 4, "optim.learning_rate": 3e-5, "evaluation.every_steps": 0}
+api = grpo_jax.api
+grpo_jax.train = lambda *arguments, **options: api.train(*arguments, **options | few)
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_quickstart_learns_with_the_real_model(tmp_path):
-  import nbclient
-  import nbformat
-
-  notebook = nbformat.read(ROOT / "notebooks" / "quickstart.ipynb", as_version=4)
-  settings = next(cell for cell in notebook.cells if "settings" in cell.metadata.get("tags", ()))
-  assert settings.source.count("options = {}\n") == 1
-  # For time: 4 larger steps instead of 14, and no evaluation on the way.
-  few = {"total_steps": 4, "optim.learning_rate": 3e-5, "evaluation.every_steps": 0}
-  settings.source = settings.source.replace("options = {}\n", f"options = {few}\n")
   # Programs are optimised, and kept where a user's are: `make quickstart` has the same.
-  suites = ("XLA_FLAGS", "GRPO_JAX_NOTEBOOK_FAST", "JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE")
-  environment = {name: os.environ[name] for name in os.environ if not name.startswith(suites)}
-  client = nbclient.NotebookClient(
-    notebook, timeout=1200, resources={"metadata": {"path": str(tmp_path)}}
-  )
-  client.execute(
-    env={**environment, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'packages'}"}
-  )
+  notebook = executing.execute("quickstart", tmp_path, FEWER_STEPS, timeout=1200, as_users=True)
   rows = (tmp_path / "runs" / "quickstart" / "metrics.jsonl").read_text().splitlines()
   values = [json.loads(row) for row in rows]
   accuracy = [row[name] for row in values for name in row if name.endswith("heldout/accuracy")]
@@ -155,7 +111,7 @@ def test_the_stop_button_saves_a_checkpoint_and_the_next_cell_continues(model, t
   """A kernel is interrupted while a cell trains, as Jupyter does it."""
   from jupyter_client.manager import start_new_kernel
 
-  environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'packages'}"}
+  environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
   kernel, client = start_new_kernel(kernel_name="python3", cwd=str(tmp_path), env=environment)
   printed: list[str] = []
 

@@ -18,7 +18,9 @@ def test_a_room_is_tested_with_the_rooms_that_import_it():
   assert {"tests/rl", "tests/groups", "tests/learn", "tests/building"} <= {*found}
   by_a_helper = "tests/equivalence/test_layout_changes_nothing.py"
   assert {"tests/test_architecture.py", by_a_helper} <= {*found}
-  assert not {"tests/report", "tests/packages/grpo_sandbox", "tests/http", "notebooks"} & {*found}
+  assert not {"tests/report", "tests/packages/grpo_sandbox", "tests/http", "tests/notebooks"} & {
+    *found
+  }
 
 
 @pytest.mark.long
@@ -58,7 +60,7 @@ CASES = {
     {"tests/packages/grpo_sandbox", "tests/environments", "tests/commands"},
   ),
   "a script": (["scripts/staleness.py"], {"tests/scripts", "tests/test_architecture.py"}),
-  "a notebook": (["notebooks/quickstart.py"], {"notebooks", "tests/notebooks"}),
+  "a notebook": (["notebooks/quickstart.py"], {"tests/notebooks"}),
 }
 
 
@@ -74,7 +76,7 @@ def test_other_files_have_their_tests(changed, among):
 @pytest.mark.parametrize("name", ["pyproject.toml", "Makefile", "tests/conftest.py", ".ci/run"])
 def test_what_has_an_effect_on_everything_is_tested_by_everything(name, capsys):
   found = tests_of_changes.tests_of(["grpo_jax/rl/losses.py", name])
-  assert found == ["tests", "notebooks"]
+  assert found == ["tests"]
   assert capsys.readouterr().err == f"{name} may have an effect on everything\n"
 
 
