@@ -27,6 +27,7 @@ from grpo_plan import hlo_collectives, target
 
 _FORM = 2  # of what is kept; a change makes older answers unreadable.
 _COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+_NO_PRODUCT = "No supported config found for HLO"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -65,6 +66,8 @@ class Compiled:
     moved: Bytes that a device receives, by kind and axes.
     largest: The largest arrays that it makes: bytes, dtype and shape, operation.
     compile_s: Seconds of its compilation.
+    without_triton: Whether it was compiled without Triton's products, because the compiler of a
+      GPU had none for one of them while there is no device to try some.
   """
 
   name: str
@@ -76,6 +79,7 @@ class Compiled:
   moved: tuple[Moved, ...] = ()
   largest: tuple[tuple[int, str, str], ...] = ()
   compile_s: float = 0.0
+  without_triton: bool = False
 
   @property
   def own(self) -> int:
@@ -146,9 +150,15 @@ def _digest(lowered: Any, mesh: jax.sharding.Mesh) -> str:
 
 
 def _compile(job: CompileJob, lowered: Any, mesh: jax.sharding.Mesh) -> Compiled:
-  began = time.monotonic()
+  began, without_triton = time.monotonic(), False
   try:
-    made = lowered.compile()
+    try:
+      made = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+      if _NO_PRODUCT not in str(error):
+        raise
+      without_triton = True
+      made = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
   except jax.errors.JaxRuntimeError as error:
     temporaries = refused_bytes(str(error))
     if temporaries is None:
@@ -168,6 +178,7 @@ def _compile(job: CompileJob, lowered: Any, mesh: jax.sharding.Mesh) -> Compiled
       for held in hlo_collectives.largest(text)
     ),
     compile_s=took,
+    without_triton=without_triton,
   )
 
 

@@ -97,11 +97,14 @@ def _memory(plan: Plan) -> Iterator[str]:
   for need in plan.needs:
     made = need.compiled
     note = "  refused by the compiler" if made.is_refused else ""
+    note += "  (*)" if made.without_triton else ""
     mark = "  ← most" if need is plan.worst and not note else note
     numbers = (
       f"{_gib(need.beside, 8)}{_gib(made.outputs, 9)}{_gib(made.temporaries + made.code, 13)}"
     )
     yield f"  {made.name:34}{numbers}{_gib(need.peak, 10)}{mark}"
+  if any(need.compiled.without_triton for need in plan.needs):
+    yield "  (*) with cuBLAS for all products: without a device XLA finds no Triton kernel for one"
   yield f"  {'the device has':34}{_gib(plan.room, 40)}  ({plan.topology.chip.of_usable})"
 
 
@@ -341,6 +344,7 @@ def _program(need: Need) -> dict[str, Any]:
     "code_bytes": made.code,
     "peak_bytes": need.peak,
     "is_refused": made.is_refused,
+    "without_triton": made.without_triton,
     "compile_s": made.compile_s,
     "largest": [
       {"bytes": size, "array": shape, "operation": where} for size, shape, where in made.largest

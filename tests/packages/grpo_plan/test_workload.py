@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from grpo_jax.batching import attended, packing
 from grpo_jax.building import arrays_in_memory
-from grpo_jax.compilation.programs import CompileJob
+from grpo_jax.compilation.programs import CompilationError, CompileJob
 from grpo_jax.config import configuration
 from grpo_jax.models import leaves
 from grpo_plan import compiling, plan_request, roofline, topologies, workload
@@ -182,6 +182,31 @@ def test_answers_are_kept_by_program_and_flags(tmp_path, monkeypatch):
   monkeypatch.setenv("XLA_FLAGS", "--xla_of_another_plan")
   ask(jnp.sin)
   assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_product_for_which_there_is_no_triton_kernel_is_compiled_without_triton(tmp_path):
+  """As XLA does without a device; a real refusal is passed on."""
+
+  class Lowered:
+    def __init__(self, message):
+      self.message = message
+
+    def as_text(self):
+      return self.message
+
+    def compile(self, compiler_options=None):
+      if compiler_options == {"xla_gpu_enable_triton_gemm": False}:
+        return jax.jit(jnp.sin).lower(jax.ShapeDtypeStruct((256,), jnp.float32)).compile()
+      raise jax.errors.JaxRuntimeError(self.message)
+
+  mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1), ("data", "fsdp", "tensor"))
+  job = lambda message: CompileJob("update", lambda: None, lower=lambda: Lowered(message))
+  ask = lambda message: compiling.compiled(job(message), mesh, folder=tmp_path)
+  found = ask("INTERNAL: No supported config found for HLO: %gemm_fusion_dot.24")
+  assert found.without_triton and found.arguments == 1024
+  assert ask("INTERNAL: No supported config found for HLO: %gemm_fusion_dot.24") == found
+  with pytest.raises(CompilationError, match="something else"):
+    ask("INTERNAL: something else")
 
 
 def test_a_program_that_the_compiler_refuses_is_known_by_its_temporaries():
