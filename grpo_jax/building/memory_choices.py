@@ -100,6 +100,7 @@ class Choices:
     warnings: Sentences about what does not fit.
     learning: Memory of an update; None: the memory of the devices is not known.
     rows: Rows of the sampler and their memory; None: likewise, or rows were not chosen.
+    held: Arrays of the run, the sampler's by arithmetic; None: likewise.
   """
 
   config: Config
@@ -107,6 +108,7 @@ class Choices:
   warnings: tuple[str, ...] = ()
   learning: Learning | None = None
   rows: Rows | None = None
+  held: Arrays | None = None
 
   def say(self) -> None:
     """Logs the sentences."""
@@ -200,7 +202,7 @@ def choose(
   lines.append(_of_remat(learning, remat))
   if learning.peak(remat) > room:
     warnings.append(too_large(learning, remat))
-  return Choices(config, tuple(lines), tuple(warnings), learning, rows)
+  return Choices(config, tuple(lines), tuple(warnings), learning, rows, held)
 
 
 def samples(config: Config) -> bool:

@@ -195,7 +195,7 @@ def _machine(plan: Plan) -> Iterator[Remedy]:
   arrays = plan.run.arrays
   state = (arrays.always + arrays.sums) * plan.topology.devices / plan.run.mesh.shape["data"]
   least = math.ceil(state / plan.room)
-  if least > plan.topology.devices:
+  if least > plan.topology.devices and plan.topology.chip.platform != "cpu":
     chip = plan.topology.chip
     yield Remedy(
       f"at least {least} × {chip.name}",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from jax.sharding import Mesh
 
 from grpo_jax.building import checks
+from grpo_jax.building.arrays_in_memory import Arrays
 from grpo_jax.compilation.programs import CompileJob
 from grpo_jax.config.options import Config
 from grpo_jax.learn import sharding
@@ -77,6 +78,11 @@ class Plan:
     return self.topology.chip.usable
 
   @property
+  def is_of_arrays(self) -> bool:
+    """Whether nothing was compiled, because the arrays alone do not fit."""
+    return not self.run.jobs
+
+  @property
   def fits(self) -> bool:
     """Whether every program fits in addition to the arrays of the run."""
     return all(need.peak <= self.room and not need.compiled.is_refused for need in self.needs)
@@ -113,6 +119,8 @@ def make(
     searches: Whether to search the largest microbatch and the longest row.
     all_shapes: Whether each program is compiled in every shape, not only in its largest.
   """
+  if not run.jobs:
+    return Plan(run, topology, _of_arrays(run.arrays), assumed, (), ())
   largest = [_need(run, job, compile_job) for job in programs.largest(run.jobs)]
   others = programs.smaller(run.jobs) if all_shapes else []
   needs = [*largest, *(_need(run, job, compile_job) for job in others)]
@@ -126,6 +134,17 @@ def make(
   )
   plan = Plan(run, topology, tuple(needs), assumed, tuple(work), tuple(phases))
   return _searched(plan, compile_job) if searches else plan
+
+
+def largest_arrays(arrays: Arrays) -> int:
+  """Returns the bytes of a device that the arrays take where they take most, without programs."""
+  return max(need.beside for need in _of_arrays(arrays))
+
+
+def _of_arrays(arrays: Arrays) -> tuple[Need, ...]:
+  """Returns what a run needs at least, if its programs took nothing."""
+  programs_of = ("update", "sampling") if arrays.sampling else ("update",)
+  return tuple(Need(name, arrays.beside(name), Compiled(name)) for name in programs_of)
 
 
 def _need(run: PlannedRun, job: CompileJob, compile_job: Compile) -> Need:

@@ -84,7 +84,7 @@ def run_of(
   *,
   source: str = "the given sizes",
 ) -> PlannedRun:
-  """Returns the run on the machine.
+  """Returns the run on the machine; without programs if its arrays alone do not fit.
 
   Args:
     config: Config of the run.
@@ -96,6 +96,33 @@ def run_of(
   Raises:
     ConfigError: The run would refuse its options, its mesh or its model.
     DoesNotFit: The compiler refuses what the plan begins with.
+  """
+  found = by_arithmetic(config, model, topology, folder, source=source)
+  if plan.largest_arrays(found.arrays) > topology.chip.usable:
+    return found
+  try:
+    run = programs.described(
+      found.config, model, found.mesh, host=found.host, teacher=found.teacher
+    )
+    return dataclasses.replace(run, choices=found.choices)
+  except jax.errors.JaxRuntimeError as error:  # where the sampler's copies lie is compiled.
+    needed = compiling.refused_bytes(str(error))
+    if needed is None:
+      raise
+    raise _too_large_to_copy(topology, needed) from error
+
+
+def by_arithmetic(
+  config: Config,
+  model: ModelConfig,
+  topology: Topology,
+  folder: pathlib.Path,
+  *,
+  source: str = "the given sizes",
+) -> PlannedRun:
+  """Returns the run on the machine without its programs: arrays, mesh, and what it chooses.
+
+  Nothing is compiled. Arguments and errors are those of `run_of`.
   """
   _check_engine(config)
   config = _with_nodes(config, topology)
@@ -120,14 +147,7 @@ def run_of(
     teacher, _ = model_of(config, None, folder, field="teacher.path")
   with target.assumed(devices, local):
     choices = memory_choices.choose(config, model, mesh, room=topology.chip.usable, teacher=teacher)
-  try:
-    run = programs.described(choices.config, model, mesh, host=local, teacher=teacher)
-    return dataclasses.replace(run, choices=choices)
-  except jax.errors.JaxRuntimeError as error:  # where the sampler's copies lie is compiled.
-    needed = compiling.refused_bytes(str(error))
-    if needed is None:
-      raise
-    raise _too_large_to_copy(topology, needed) from error
+  return programs.without_programs(choices, model, mesh, host=local, teacher=teacher)
 
 
 def in_run(topology: Topology, config: Config) -> Topology:

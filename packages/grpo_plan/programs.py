@@ -15,7 +15,7 @@ import numpy as np
 from grpo_kernels.attention import Attention
 from jax.sharding import Mesh
 
-from grpo_jax.building import computation, weights_spec
+from grpo_jax.building import computation, memory_choices, weights_spec
 from grpo_jax.building.arrays_in_memory import PROGRAMS, Arrays, bytes_of_device, held_by
 from grpo_jax.building.memory_choices import Choices
 from grpo_jax.compilation.programs import CompileJob
@@ -44,12 +44,13 @@ class PlannedRun:
     host: Devices of one host; see `target.assumed`.
     made: The programs of the update.
     arrays: Bytes of the arrays that lie in memory.
-    jobs: Compilations of all programs.
+    jobs: Compilations of all programs; none if the arrays alone do not fit.
     sizes: Options of the sampler's sizes; empty: the run does not use the embedded sampler.
     sampler_mesh: Mesh of the sampler of one host; None: the run has none.
     weights_read: Bytes of the weights that one device reads in each decode step.
     cache_token: Bytes of keys and values of one token, on all devices together.
     choices: Options that the run chooses by the memory of the machine; None: not asked.
+    teacher: Sizes of the teacher in the trainer; None: there is none.
   """
 
   config: Config
@@ -64,6 +65,7 @@ class PlannedRun:
   weights_read: int = 0
   cache_token: int = 0
   choices: Choices | None = None
+  teacher: ModelConfig | None = None
 
   @property
   def prefill(self) -> int:
@@ -183,9 +185,37 @@ def described(
   with target.assumed(devices, host):
     made = computation.make(config, model, mesh, run_options.objective(config), teacher=teacher)
     arrays, jobs = held_by(made), made.jobs()
+    run = PlannedRun(config, model, mesh, host, made, arrays, tuple(jobs), teacher=teacher)
     if config.engine.name != "jax_sampler" or modes.is_offline(config):
-      return PlannedRun(config, model, mesh, host, made, arrays, tuple(jobs))
-    return _with_sampler(PlannedRun(config, model, mesh, host, made, arrays, tuple(jobs)))
+      return run
+    return _with_sampler(run)
+
+
+def without_programs(
+  choices: Choices,
+  model: ModelConfig,
+  mesh: Mesh,
+  *,
+  host: Sequence[Any],
+  teacher: ModelConfig | None = None,
+) -> PlannedRun:
+  """Returns a run whose arrays are known by arithmetic, and whose programs are not described.
+
+  Args:
+    choices: Valid config of the run, with what it chooses.
+    model: Sizes of the model.
+    mesh: Mesh of the target's devices.
+    host: Devices of one host.
+    teacher: Sizes of the teacher in the trainer; None: there is none.
+  """
+  config = choices.config
+  with target.assumed(list(mesh.devices.flat), host):
+    made = computation.make(config, model, mesh, run_options.objective(config), teacher=teacher)
+    held = held_by(made) if choices.held is None else choices.held
+  sizes = run_options.sampler_sizes(config) if memory_choices.samples(config) else {}
+  return PlannedRun(
+    config, model, mesh, host, made, held, (), sizes, choices=choices, teacher=teacher
+  )
 
 
 def _with_sampler(run: PlannedRun) -> PlannedRun:

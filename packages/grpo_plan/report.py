@@ -20,6 +20,9 @@ def text(plan: Plan, *, source: str) -> str:
     plan: The plan.
     source: Origin of the model's sizes.
   """
+  if plan.is_of_arrays:
+    parts = [_head(plan, source), _held(plan), _verdict(plan)]
+    return "\n\n".join("\n".join(part) for part in parts)
   parts = [_head(plan, source), _choices(plan), _memory(plan), _arrays(plan), _traffic(plan)]
   parts += [_time(plan), _limits(plan), _verdict(plan)]
   return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part)))
@@ -67,7 +70,8 @@ def arithmetic(plan: Plan) -> int | None:
   return choices.learning.peak(remat)
 
 
-def _memory(plan: Plan) -> Iterator[str]:
+def _held(plan: Plan) -> Iterator[str]:
+  """Yields the arrays of a run and their bytes."""
   arrays = plan.run.arrays
   yield "memory of one device, in GiB"
   when = "also while it learns" if arrays.keeps_sampler else "while it samples"
@@ -87,6 +91,10 @@ def _memory(plan: Plan) -> Iterator[str]:
   for name, size in held:
     if size:
       yield f"  {name:38}{_gib(size)}"
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+  yield from _held(plan)
   if plan.run.samples_whole:
     yield (
       "  (each device holds a whole copy for the sampler, because the devices of a host are not a"
@@ -240,6 +248,10 @@ def _verdict(plan: Plan) -> Iterator[str]:
     yield f"FITS {plan.topology.name}: {of}"
     return
   missing = worst.peak - plan.room
+  if plan.is_of_arrays:
+    when = "while it learns" if worst.program == "update" else "while it samples"
+    of = f"the arrays alone take {_gib(worst.peak).strip()} GiB {when}, nothing was compiled, and a"
+    of += f" device has {_gib(plan.room).strip()}"
   yield f"DOES NOT FIT {plan.topology.name}: {of}, {_gib(missing).strip()} GiB too much"
   yield "what to turn (--config.…):"
   for remedy in advice.remedies(plan):

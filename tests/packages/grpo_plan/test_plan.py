@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from grpo_jax.commands import cli
 from grpo_jax.config import configuration
 from grpo_jax.config.configuration import ConfigError
+from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_plan import (
   advice,
   compiling,
@@ -287,6 +288,27 @@ def test_a_machine_that_cannot_hold_the_state_says_how_many_could(run):
   assert any(each.change.startswith("at least") for each in advice.remedies(plan_))
 
 
+@pytest.mark.parametrize("kl_coef", [0.0, 0.01])
+def test_arrays_that_cannot_fit_are_answered_without_compiling(
+  model, tmp_path, monkeypatch, kl_coef
+):
+  monkeypatch.setattr(JaxSampler, "described", None)  # it compiles; a call would fail.
+  config = plan_request.config_of([*CONFIG, f"--config.loss.kl_coef={kl_coef}"])
+  sizes, _ = plan_request.model_of(config, str(model), tmp_path)
+  topology = topologies.parse("cpu:8")
+  small = dataclasses.replace(topology, chip=dataclasses.replace(topology.chip, usable=1000))
+  run = plan_request.run_of(config, sizes, small, tmp_path)
+  made = plan.make(run, small, compile_job=None, assumed=workload.lengths(config))  # pyright: ignore
+  count = report.parameters(made)
+  held = (20 if kl_coef else 16) * count / 8  # AdamW in float32, with or without a reference.
+  assert held > 1000 and made.worst.peak == pytest.approx(held, rel=0.05)
+  text = report.text(made, source="here")
+  assert not made.fits and "DOES NOT FIT cpu:8: the arrays alone take" in text
+  assert "nothing was compiled" in text and "model.lora.rank=32" in text
+  assert ("loss.kl_coef=0 " in text) == bool(kl_coef)
+  assert report.to_json(made, source="here", arguments=[])["fits"] is False
+
+
 def test_time_is_the_larger_of_compute_and_memory_plus_traffic():
   chip = CHIPS["h100"]
   moved = (Moved("all-gather", "fsdp", 460e9, 10e9, 1), Moved("all-reduce", "data", 40e9, 40e9, 1))
@@ -328,15 +350,13 @@ def test_work_grows_with_the_assumed_lengths(run):
 
 
 @pytest.mark.long
-def test_the_command_needs_a_machine_and_writes_json(model, tmp_path, capsys, monkeypatch):
+def test_the_command_names_wrong_machines_and_writes_json(model, tmp_path, capsys, monkeypatch):
   monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
   answer = lambda job, mesh, **_: Compiled(job.name, temporaries=1)
   monkeypatch.setattr(compiling, "compiled", answer)
   file = tmp_path / "plan.json"
   arguments = ["plan", *CONFIG, f"--model-config={model}"]
-  assert cli.run(arguments) == 2
-  assert "--topology is missing" in capsys.readouterr().err
   assert cli.run([*arguments, "--topology=v5e-12"]) == 2
   assert "v5e-16" in capsys.readouterr().err
   assert cli.run([*arguments, "--topology=cpu:8", "--config.mesh.fsdp=3"]) == 2
