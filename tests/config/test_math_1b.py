@@ -9,7 +9,7 @@ import re
 import pytest
 
 import grpo_jax.train  # (main imports it later: its seconds are not this test's.)
-from configs import math_1b_async, math_1b_gpu
+from configs import math_1b, math_1b_async, math_1b_gpu, math_8b
 from grpo_jax import main
 from grpo_jax.config import command_line, configuration
 from grpo_jax.models import loading, tiny
@@ -92,6 +92,46 @@ def test_without_a_network_one_line_says_what_was_needed_and_what_to_give(
   assert main.main([*command, f"--config.data.path={own}"]) == 2
   said = capsys.readouterr().err.splitlines()[-1]
   assert "needs the model Qwen/Qwen2.5-1.5B-Instruct from it; without it, give --config.mod" in said
+
+
+@pytest.mark.long
+def test_a_step_of_the_config_for_8b_needs_only_paths_and_sizes(tmp_path):
+  model = tiny.write(tmp_path / "model", family="llama")
+  problems = ["What is 1 + 3?", "What is 2 + 2?", "What is 3 + 1?", "What is 4 + 0?"]
+  arguments = {
+    "config": "math_8b",
+    "workdir": tmp_path / "run",
+    "config.model.path": model,
+    "config.data.split_validation_size": 0,
+    "config.data.path": write_rows(tmp_path / "train.jsonl", problems),
+    "config.evaluation.data.path": write_rows(tmp_path / "held_out.jsonl", problems[:2]),
+    "config.total_steps": 1,
+    "config.rollout.prompts_per_step": 4,
+    "config.rollout.group_size": 2,
+    "config.rollout.max_tokens": 256,
+    "config.data.max_prompt_tokens": 240,
+    "config.sampling.max_tokens": 8,
+    "config.evaluation.at_end": False,
+  }
+  assert main.main([f"--{name}={value}" for name, value in arguments.items()]) == 0
+  (row,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+  assert math.isfinite(row["train/loss"]) and 0 < row["train/learning_rate"] < 3e-7
+  assert loading.load(tmp_path / "run" / "export").config.family == "llama"
+
+
+def test_the_config_for_8b_has_the_sizes_of_nemo_rl_and_differs_in_nothing_else():
+  ours, small = (configuration.plain_fields(each.get_config()) for each in (math_8b, math_1b))
+  configuration.check(math_8b.get_config(), [grpo_jax.train.validate])
+  assert {name: value for name, value in ours.items() if value != small[name]} == {
+    "model.path": "meta-llama/Llama-3.1-8B-Instruct",
+    "rollout.prompts_per_step": 64,
+    "rollout.group_size": 32,
+    "rollout.max_tokens": 4096,
+    "sampling.max_tokens": 4096,
+    "learn.minibatches": 64 * 32 // 512,  # train_global_batch_size.
+    "optim.learning_rate": 3e-7,
+    "optim.warmup_steps": 13 * 4,  # NeMo RL counts steps, and this program updates.
+  }
 
 
 def test_the_config_for_one_gpu_is_valid_and_differs_in_the_engine():
