@@ -21,7 +21,8 @@ def notebook_of(script: str) -> str:
   for number, cell in enumerate(made.cells):
     cell["id"] = f"cell-{number}"  # jupytext draws a random one.
   made.metadata.pop("jupytext", None)
-  made.metadata["colab"] = {"provenance": []}
+  # The header of a script may name the runtime that Colab opens it on: accelerator, colab.gpuType.
+  made.metadata["colab"] = {"provenance": [], **made.metadata.get("colab", {})}
   made.metadata["language_info"] = {"name": "python"}
   made.nbformat, made.nbformat_minor = 4, 5  # the first version whose cells have ids.
   nbformat.validate(made)

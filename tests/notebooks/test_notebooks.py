@@ -17,7 +17,14 @@ from tests.notebooks import executing
 from tests.notebooks.executing import PYTHONPATH, ROOT
 
 SCRIPTS = sorted((ROOT / "notebooks").glob("*.py"))
-NAMES = ["quickstart", "reading_a_run", "your_own_loss", "your_own_reward"]
+NAMES = [
+  "colab_t4",
+  "colab_tpu",
+  "quickstart",
+  "reading_a_run",
+  "your_own_loss",
+  "your_own_reward",
+]
 
 
 def cells(path):
@@ -60,6 +67,16 @@ def test_a_cell_of_four_lines_installs_the_package_with_extras_that_exist(path):
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
   assert needed.name == project["name"] and needed.url == f"git+{project['urls']['Homepage']}"
   assert "notebook" in needed.extras and needed.extras <= set(project["optional-dependencies"])
+
+
+@pytest.mark.parametrize(
+  "name, runtime, extra",
+  [("colab_t4", ("GPU", "T4"), "cuda12"), ("colab_tpu", ("TPU", "V5E1"), "tpu")],
+)
+def test_colab_opens_a_notebook_on_the_device_that_its_extra_is_for(name, runtime, extra):
+  made = json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text())["metadata"]
+  assert (made["accelerator"], made["colab"]["gpuType"]) == runtime
+  assert f"grpo-jax[notebook,datasets,{extra}] @" in "".join(sources(ROOT / "notebooks" / name))
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
