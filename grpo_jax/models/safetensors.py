@@ -125,7 +125,8 @@ def open_file(file: pathlib.Path) -> dict[str, Entry]:
 
   Raises:
     MissingModel: The file does not exist.
-    ModelError: The file is truncated, is not a safetensors file, or has an unsupported dtype.
+    ModelError: The file is truncated, is not a safetensors file, names a tensor twice, or has an
+      unsupported dtype.
   """
   files.require(file)
   entries: dict[str, Entry] = {}
@@ -139,12 +140,23 @@ def open_file(file: pathlib.Path) -> dict[str, Entry]:
           f"{file}: {name[:_SHOWN_REASON]} has the dtype {kind}; readable are {sorted(_DTYPES)}"
         )
       entries[name] = Entry(file, tuple(tensor.get_shape()), _DTYPES[kind], opened)
+    _check_header(file)
   except (SafetensorError, OSError) as error:
     reason = " ".join(str(error).split())[:_SHOWN_REASON]
     raise ModelError(
       f"{file}: is cut short or not a safetensors file, copy it again: {reason}"
     ) from error
   return entries
+
+
+def _check_header(file: pathlib.Path) -> None:
+  """Raises ModelError if a header that the library could read names a tensor twice.
+
+  The library takes the last one of the two.
+  """
+  with file.open("rb") as stream:
+    length = int.from_bytes(stream.read(8), "little")
+    files.json_object(stream.read(length), f"{file}: its header", is_strict=True)
 
 
 def _nothing() -> None:

@@ -103,6 +103,12 @@ def entry(**change):
   return header(lambda h: {**h, "model.norm.weight": {**h["model.norm.weight"], **change}})
 
 
+def twice(h):
+  """Returns a header that names the final norm a second time, with the same bytes."""
+  again = json.dumps({"model.norm.weight": h["model.norm.weight"]}).encode()
+  return json.dumps(h).encode()[:-1] + b", " + again[1:]
+
+
 def moved(by):
   """Shifts the header's place of the final norm."""
 
@@ -198,6 +204,7 @@ BROKEN = [
   (WEIGHTS, "offsets-null", entry(data_offsets=None)),
   (WEIGHTS, "overlapping", moved(-8)),
   (WEIGHTS, "gap", moved(8)),
+  (WEIGHTS, "tensor-twice", header(twice)),
   (INDEX, "without-weight-map", index({})),
   (INDEX, "weight-map-list", index({"weight_map": []})),
   (INDEX, "weight-map-empty", index({"weight_map": {}})),
