@@ -20,7 +20,7 @@ from ml_collections import ConfigDict, config_flags
 from grpo_jax import registry
 from grpo_jax.config import configuration, other_programs, overrides, removed
 from grpo_jax.config.configuration import ConfigError
-from grpo_jax.config.options import Config
+from grpo_jax.config.options import ALSO, Config
 from grpo_jax.files import local_paths
 from grpo_jax.values import names, options
 
@@ -269,7 +269,7 @@ def _unrecognized(name: str, config: ConfigDict) -> str:
   if foreign := other_programs.hint(name):
     return f"unknown flag --{name}{foreign}; fields are set by --config.SECTION.FIELD=VALUE"
   known = ["config", "workdir", "help", "flagfile"]
-  known += [f"config.{field}" for field in configuration.fields(config)]
+  known += [f"config.{field}" for field in (*configuration.fields(config), *ALSO)]
   close = names.nearest(name, known)
   hint = f"; did you mean --{close[0]}?" if close else ""
   return f"unknown flag --{name}{hint} (--help lists the flags)"

@@ -22,7 +22,7 @@ from ml_collections import ConfigDict, FieldReference, config_dict
 
 from grpo_jax import processes, registry
 from grpo_jax.config import other_programs, sections
-from grpo_jax.config.options import Config
+from grpo_jax.config.options import ALSO, Config
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.files import atomic, local_paths, package_data
 from grpo_jax.values import json_numbers, json_text, names, options
@@ -239,7 +239,7 @@ def refusal(config: ConfigDict, name: str) -> str | None:
     if key not in found:
       if reason := sections.left_out(name):
         return reason
-      close = names.nearest_field(name, fields(config), cutoff=0.4)
+      close = names.nearest_field(name, [*fields(config), *ALSO], cutoff=0.4)
       hint = other_programs.hint(name) or names.did_you_mean(close)
       return f"there is no field {name!r}{hint}; {_list(found, path)}"
     path = f"{path}.{key}" if path else key
@@ -419,7 +419,7 @@ def _offer(files: Sequence[str]) -> str:
 def _list(section: ConfigDict, path: str) -> str:
   if not len(section):
     return f"{path} is empty here and is set as a whole: --config.{path}=\"{{'KEY': VALUE}}\""
-  return f"{path or 'the configuration'} has: {', '.join(section.keys())}"
+  return f"{path or 'the configuration'} has: {', '.join(sections.known_in(section, path))}"
 
 
 def _reserved(section: Mapping[str, Any] | ConfigDict, path: str) -> Iterator[str]:

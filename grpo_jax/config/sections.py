@@ -6,6 +6,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from grpo_jax.config import other_programs, removed
+from grpo_jax.config.options import ALSO
 from grpo_jax.values import names
 
 # Fields of other programs that are left out on purpose, by dotted name: why.
@@ -41,13 +42,13 @@ class Section(ConfigDict):
 
   def __setattr__(self, name: str, value: Any) -> None:
     """Sets an existing field; for any other name raises AttributeError with the nearest field."""
-    if self.is_locked and name not in self:
+    if not self._takes(name):
       raise AttributeError(self._explain(name))
     super().__setattr__(name, value)
 
   def __setitem__(self, name: Any, value: Any) -> None:
     """Sets an existing field; for any other name raises KeyError with the nearest field."""
-    if self.is_locked and name not in self:
+    if not self._takes(name):
       raise KeyError(self._explain(str(name)))
     if isinstance(value, dict):
       value = ConfigDict(value)
@@ -55,13 +56,21 @@ class Section(ConfigDict):
       value = adopt(value, self._below(str(name)))
       if self.is_locked:
         value.lock()
-    super().__setitem__(name, value)
+    if name in self:
+      super().__setitem__(name, value)
+    else:
+      with self.unlocked():
+        super().__setitem__(name, value)
 
   def __repr__(self) -> str:
     """Returns one line per field, with sections indented."""
     return "\n".join(_lines(self, "")) or "{}"
 
   __str__ = __repr__
+
+  def _takes(self, name: Any) -> bool:
+    """Returns whether a field can be set: it is there, is one of ALSO, or nothing is locked."""
+    return not self.is_locked or name in self or self._below(str(name)) in ALSO
 
   def _below(self, name: str) -> str:
     return f"{self._path}.{name}" if self._path else name
@@ -70,13 +79,26 @@ class Section(ConfigDict):
     if reason := left_out(self._below(name)):
       return reason
     dotted = dict.fromkeys(_dotted(self))
-    close = names.nearest(name, [str(key) for key in self.keys()], cutoff=0.6)
+    known = known_in(self, self._path)
+    close = names.nearest(name, known, cutoff=0.6)
     close = close or [each for each in dotted if each.rpartition(".")[2] == name][:3]
     close = close or names.nearest(name, dotted, cutoff=0.6)
     near = names.did_you_mean(self._below(each) for each in close)
     hint = other_programs.hint(self._below(name)) or near
-    known = ", ".join(str(key) for key in self.keys()) or "no field"
-    return f"there is no field {self._below(name)!r}{hint}; {self._path or 'it'} has: {known}"
+    listed = ", ".join(known) or "no field"
+    return f"there is no field {self._below(name)!r}{hint}; {self._path or 'it'} has: {listed}"
+
+
+def known_in(section: ConfigDict, path: str) -> list[str]:
+  """Returns the names that a section can have, also those that it does not have by default.
+
+  Args:
+    section: Section of a configuration.
+    path: Dotted path of the section.
+  """
+  here = [str(key) for key in section.keys()]
+  of_section = [name.rpartition(".") for name in ALSO]
+  return here + [name for of, _, name in of_section if of == path and name not in here]
 
 
 def left_out(name: str) -> str | None:

@@ -6,6 +6,7 @@ import configs.base
 from grpo_jax.building import computation
 from grpo_jax.config import command_line, configuration, overrides, run_options
 from grpo_jax.config.configuration import typed
+from grpo_jax.config.options import ALSO
 from grpo_jax.engines.base import SamplingParams
 
 
@@ -45,9 +46,35 @@ def test_an_evaluation_may_change_options_that_the_base_config_does_not_list():
     configuration.load("base"),
     {"evaluation.sampling.stop_strings": ("a", "b"), "sampling.top_k": 3},
   )
-  assert typed(in_file) == typed(in_python) == config
+  in_notebook = configuration.load("base")
+  in_notebook.evaluation.sampling.stop_strings = ("a", "b")
+  in_notebook.sampling["top_k"] = 3
+  assert typed(in_file) == typed(in_python) == typed(in_notebook) == config
+  assert in_notebook.evaluation.sampling.is_locked
   in_file.evaluation.sampling.stop_strings = (3,)
   assert "evaluation.sampling.stop_strings must be" in next(iter(run_options.validate(in_file)))
+
+
+@pytest.mark.parametrize(
+  "flag", ["--config.evaluation.data.splt_seed", "--evaluation.data.splt_seed"]
+)
+def test_an_option_that_the_base_config_does_not_list_is_the_nearest_name(flag):
+  with pytest.raises(
+    configuration.ConfigError, match=r"did you mean .*evaluation\.data\.split_seed"
+  ):
+    command_line.parse(["--config=base", f"{flag}=3"])
+
+
+@pytest.mark.parametrize("name", ["evaluation.sampling", "evaluation.data"])
+def test_the_names_in_a_message_are_all_that_an_evaluation_may_change(name):
+  config = configuration.load("base")
+  section = config.evaluation[name.rpartition(".")[2]]
+  also = {each.rpartition(".")[2] for each in ALSO if each.startswith(f"{name}.")}
+  said = str(configuration.refusal(config, f"{name}.qqqqqqqq"))
+  with pytest.raises(AttributeError) as caught:
+    section.qqqqqqqq = 1
+  for message in (said, str(caught.value)):
+    assert {*message.rpartition(" has: ")[2].split(", ")} == {*section.keys(), *also}
 
 
 TRUNCATED = {"sampling__logprobs": "truncated", "sampling__top_p": 0.9}
