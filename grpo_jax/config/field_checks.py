@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from grpo_jax import environments
-from grpo_jax.config import other_programs, sections
+from grpo_jax.config import other_programs, removed, sections
 from grpo_jax.config.options import OPEN, OPTIONS
 from grpo_jax.values import checked, names
 
@@ -13,13 +13,16 @@ _BELOW_OPEN = tuple(f"{name}." for name in OPEN)
 
 
 def wrong(fields: Mapping[str, Any]) -> dict[str, str]:
-  """Returns messages, by name, for known fields that have the wrong type or are out of range."""
-  found = {
-    name: OPTIONS[name].kind.problem(name, value)
-    for name, value in fields.items()
-    if name in OPTIONS
-  }
+  """Returns messages, by name, for known fields that have the wrong type, are out of range, or have
+  a value that is called otherwise now."""
+  found = {name: _wrong(name, value) for name, value in fields.items() if name in OPTIONS}
   return {name: problem for name, problem in found.items() if problem}
+
+
+def _wrong(name: str, value: Any) -> str | None:
+  if isinstance(value, str) and (now := removed.present_name(name, value)) != value:
+    return f"{name}={value!r} is now {now!r}"
+  return OPTIONS[name].kind.problem(name, value)
 
 
 def stand_ins(name: str) -> tuple[Any, Any]:

@@ -1,4 +1,7 @@
-"""Options that were removed: what to use instead, and which runs that have them continue."""
+"""Options that were removed: what to use instead, and which runs that have them continue.
+
+Also values of options that have another name now.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -116,6 +119,9 @@ OPTIONS: Mapping[str, Removed] = {
   ),
 }
 
+# Values that have another name now, by the dotted name of their option: former name → present name.
+VALUES: Mapping[str, Mapping[Any, Any]] = {"model.attention": {"xla_chunked": "xla_blocked"}}
+
 # Flags beside the config, by name without dashes → what to use instead.
 FLAGS: Mapping[str, str] = {
   "workdir.local": (
@@ -140,6 +146,16 @@ def explanation(name: str) -> str | None:
   return None
 
 
+def present_name(name: str, value: Any) -> Any:
+  """Returns the present name of a value of an option; other values are returned as they are.
+
+  Args:
+    name: Dotted name of the option.
+    value: Its value, of any type.
+  """
+  return VALUES.get(name, {}).get(value, value) if isinstance(value, str) else value
+
+
 def refusals(stored: Stored) -> Iterator[str]:
   """Yields a message for each removed option of a run without which it would do something else."""
   for name, removed in OPTIONS.items():
@@ -153,10 +169,10 @@ def refusals(stored: Stored) -> Iterator[str]:
 
 
 def without(stored: Stored, path: str = "") -> dict[str, Any]:
-  """Returns a config.json without the options that were removed."""
+  """Returns a config.json without the options that were removed, with present names of values."""
   named = {f"{path}.{key}" if path else key: (key, value) for key, value in stored.items()}
   return {
-    key: without(value, name) if isinstance(value, Mapping) else value
+    key: without(value, name) if isinstance(value, Mapping) else present_name(name, value)
     for name, (key, value) in named.items()
     if name not in OPTIONS
   }

@@ -46,3 +46,16 @@ def test_a_file_that_sets_an_option_of_a_removed_section_is_answered_with_its_li
     configuration.load(str(file))
   with pytest.raises(ConfigError, match="'logging.swanlab.mode' any more"):
     command_line.parse(["--config=base", "--config.logging.swanlab.mode=local"])
+
+
+def test_a_value_that_has_another_name_now_is_answered_with_it():
+  for name, values in removed.VALUES.items():
+    for former, now in values.items():
+      config = configs.base.get_config()
+      config.update_from_flattened_dict({name: former})
+      assert f"{name}={former!r} is now {now!r}" in list(train.validate(config))
+      config.update_from_flattened_dict({name: now})
+      assert not [each for each in train.validate(config) if name in each]
+  stored = {"model": {"attention": "xla_chunked", "logprobs": "xla_chunked", "path": ["a"]}}
+  expected = {"attention": "xla_blocked", "logprobs": "xla_chunked", "path": ["a"]}
+  assert removed.without(stored) == {"model": expected}
