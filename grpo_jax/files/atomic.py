@@ -159,6 +159,16 @@ def try_lock(file: IO[str] | int) -> bool:
     return False
 
 
+def is_locked(file: IO[str] | int) -> bool:
+  """Returns whether another open file holds the lock; takes it for the moment of the question."""
+  try:
+    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return True
+  fcntl.flock(file, fcntl.LOCK_UN)
+  return False
+
+
 def _scratch(target: pathlib.Path, infix: str) -> tuple[pathlib.Path, int]:
   """Makes an empty folder next to a target; returns it and the descriptor that locks it."""
   with _folder_locked(target.parent):  # else it could be taken for a leftover.

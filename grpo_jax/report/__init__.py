@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,14 @@ from grpo_jax.groups import learning_signal
 from grpo_jax.report import figures, run_data, sampled_groups
 from grpo_jax.report.run_data import RunData
 from grpo_jax.run_folder import console
+
+
+class Live(NamedTuple):
+  """What a page that renews itself says of its run."""
+
+  sentence: str
+  is_running: bool
+
 
 USAGE = "usage: python -m grpo_jax.report RUN_DIR   writes RUN_DIR/report.html"
 
@@ -45,8 +53,13 @@ def write(folder: str | Path) -> Path:
   return path
 
 
-def render(run: RunData) -> str:
-  """Returns the page of one run."""
+def render(run: RunData, *, live: Live | None = None) -> str:
+  """Returns the page of one run.
+
+  Args:
+    run: Content of the run folder.
+    live: State of the run, on a page that renews itself; None: the page does not.
+  """
   groups, note = sampled_groups.samples(run)
   return page(
     title=run.name,
@@ -62,6 +75,7 @@ def render(run: RunData) -> str:
       "samples_note": note,
       "samples_of": "behavior policy" if run_data.is_offline(run) else "engine",
     },
+    live=live,
   )
 
 
@@ -105,6 +119,7 @@ def page(
   notes: Sequence[str],
   config: Mapping[str, Any],
   data: Mapping[str, Any],
+  live: Live | None = None,
 ) -> str:
   """Returns the HTML page; every text is escaped here.
 
@@ -115,13 +130,17 @@ def page(
     notes: Sentences that the reader should not miss.
     config: Values by dotted name.
     data: Data that the page's scripts draw; see `figures` and `sampled_groups`.
+    live: State of the run, on a page that renews itself; None: the page does not.
   """
-  charts, browser = (_script(name) for name in ("charts.html", "browser.html"))
+  charts, browser, watch = (_script(f"{name}.html") for name in ("charts", "browser", "watch"))
+  scripts = (charts, browser, watch) if live else (charts, browser)
   esc = html.escape
   shown = {n: json.dumps(v, default=str, ensure_ascii=False) for n, v in config.items()}
   fields = "".join(f"<div><span>{esc(n)}</span> = {esc(v)}</div>" for n, v in shown.items())
   parts = {
-    "SCRIPT_HASHES": " ".join(map(_script_hash, (charts, browser))),
+    "SCRIPT_HASHES": " ".join(map(_script_hash, scripts)),
+    "CONNECT": "; connect-src 'self'" if live else "",
+    "LIVE": _live(live) if live else "",
     "TITLE": esc(title),
     "FACTS": "".join(f"<span>{esc(name)} <b>{esc(value)}</b></span>" for name, value in facts),
     "TILES": f'<div class="tiles">{"".join(_tile(*tile) for tile in tiles)}</div>' if tiles else "",
@@ -136,6 +155,7 @@ def page(
     "DATA": to_script_json(data),
     "CHARTS": charts,
     "BROWSER": browser,
+    "WATCH": f"<script>{watch}</script>\n" if live else "",
   }
   return re.sub(r"\{\{([A-Z_]+)\}\}", lambda found: parts[found[1]], _resource("page.html"))
 
@@ -255,6 +275,11 @@ def _tile(name: str, before: str, after: str, remark: str) -> str:
     f'<div class="value">{old}{html.escape(after)}</div>'
     f'<div class="more">{html.escape(remark)}</div></div>'
   )
+
+
+def _live(live: Live) -> str:
+  shown = "running" if live.is_running else ""
+  return f'<p id="live" class="{shown}" role="status">{html.escape(live.sentence)}</p>'
 
 
 def _resource(name: str) -> str:

@@ -31,8 +31,12 @@ class RunData:
   evaluations: Sequence[tuple[str, int, Path]] = ()  # set, step, file.
 
 
-def load(folder: str | Path) -> RunData:
+def load(folder: str | Path, *, is_running: bool = False) -> RunData:
   """Reads a run folder; missing or broken parts are left out and named in `problems`.
+
+  Args:
+    folder: Run folder.
+    is_running: Whether a process writes to it: then half a line at the end is not a problem.
 
   Raises:
     NoRunError: The folder does not exist, or no run has written to it.
@@ -56,7 +60,8 @@ def load(folder: str | Path) -> RunData:
   rows: list[dict[str, Any]] = []
   if (folder / "metrics.jsonl").exists():
     try:
-      rows, broken = metrics.parse_lines((folder / "metrics.jsonl").read_text(errors="replace"))
+      text = (folder / "metrics.jsonl").read_text(errors="replace")
+      rows, broken = metrics.parse_lines(text[: text.rfind("\n") + 1] if is_running else text)
     except OSError as error:
       problems.append(f"metrics.jsonl could not be read: {error}")
       broken = []

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import time
 from typing import IO, Any
 
 from grpo_jax import processes
@@ -10,6 +11,8 @@ from grpo_jax.errors import ExpectedFailure
 from grpo_jax.files import atomic, shared_places
 
 LOCK = ".lock"
+# How often, and after how many seconds, a lock that was taken is tried again.
+ASKED_TIMES, ASKED_S = 2, 0.05
 # Files that are in a run folder before the run writes its own: its lock, rows and a reward.
 _BEFORE_A_RUN = {LOCK, "rows.jsonl", "evaluation_rows.jsonl", "reward.py"}
 
@@ -38,7 +41,7 @@ def claimed(workdir: pathlib.Path, *, named: str = "--workdir") -> IO[str]:
     lock = shared_places.open_lock(workdir / LOCK, allow_other_owner=True)
   except OSError as error:
     raise UnusableFolder(f"cannot use {named}={workdir}: {error.strerror}") from error
-  if not (atomic.try_lock(lock) and _is_there(lock, workdir / LOCK)):
+  if not (_locked(lock) and _is_there(lock, workdir / LOCK)):
     owner = lock.read().strip()
     lock.close()
     raise UnusableFolder(f"{named}={workdir} is in use by another run (process {owner})")
@@ -51,6 +54,24 @@ def claimed(workdir: pathlib.Path, *, named: str = "--workdir") -> IO[str]:
       lock.close()
     raise UnusableFolder(f"cannot use {named}={workdir}: {error.strerror}") from error
   return lock
+
+
+def is_in_use(workdir: pathlib.Path) -> bool:
+  """Returns whether a process works in a run folder; changes nothing there."""
+  try:
+    with open(workdir / LOCK, encoding="utf-8") as lock:
+      return atomic.is_locked(lock)
+  except OSError:  # there is no lock, or it cannot be read.
+    return False
+
+
+def _locked(lock: IO[str]) -> bool:
+  """Takes the lock, for which `is_in_use` may be asking in this moment; returns whether it did."""
+  for _ in range(ASKED_TIMES):
+    if atomic.try_lock(lock):
+      return True
+    time.sleep(ASKED_S)
+  return atomic.try_lock(lock)
 
 
 def holds_anything(workdir: pathlib.Path) -> bool:
