@@ -51,6 +51,7 @@ from grpo_jax.run_folder import checkpointing, earlier_run, evaluation_log, logg
 from grpo_jax.run_folder.keeper import Keeper, RunState
 from grpo_jax.run_folder.sinks import Sink
 from grpo_jax.run_folder.steps import StepRecorder
+from grpo_jax.run_folder.time_left import TimeLeft
 from grpo_jax.types import Metrics, Minibatch, RolloutGroup, TrainState
 from grpo_jax.values import options
 
@@ -211,6 +212,8 @@ def _bind(
 ) -> TrainingRun:
   """Binds the phases of a run to their options."""
   config, made, policy = inputs.config, loaded.made, loaded.policy
+  schedule = _schedule(config, evaluates=bool(inputs.held_out))
+  inputs.screen.expect(TimeLeft(schedule.ahead, end_s=checkpoints.save_s))
   logger = _logger(inputs, first_step=start.step, more_sinks=sinks)
   stack.callback(logger.close)
   parts = inputs.mode.make_functions(_dependencies(inputs, loaded, logger, stack))
@@ -225,7 +228,7 @@ def _bind(
   stack.callback(groups.close)
   timer = timing.Timer(waited=processes.waited_s)
   return TrainingRun(
-    schedule=_schedule(config, evaluates=bool(inputs.held_out)),
+    schedule=schedule,
     policy=policy,
     stream=groups,
     engine=loaded.engine,

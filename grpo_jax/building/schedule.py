@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from grpo_jax.run_folder.time_left import Ahead
+
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
@@ -24,6 +26,28 @@ class Schedule:
   def saves(self, step: int) -> bool:
     """Returns whether a checkpoint of the weights of a step is written."""
     return _is_due(step, self.save_every)
+
+  def ahead(self, done: int, *, is_evaluated: bool) -> Ahead:
+    """Returns what is left of the run.
+
+    Args:
+      done: Number of steps done.
+      is_evaluated: Whether the weights of that step are evaluated already.
+    """
+    first, total = done + is_evaluated, self.total_steps
+    evaluations = _count_due(first, total, self.evaluate_every)
+    evaluations += first == 0 and self.evaluate_at_start
+    if first <= total and total > 0 and not _is_due(total, self.evaluate_every):
+      evaluations += self.evaluate_at_end
+    saves = _count_due(done, total, self.save_every)
+    return Ahead(max(0, total - done), evaluations, saves)
+
+
+def _count_due(first: int, last: int, every: int) -> int:
+  """Returns how many of the steps from `first` to `last` are due; step 0 is not counted."""
+  if every <= 0 or first > last:
+    return 0
+  return last // every - (max(first, 1) - 1) // every
 
 
 def _is_due(step: int, every: int) -> bool:

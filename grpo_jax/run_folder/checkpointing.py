@@ -24,6 +24,7 @@ import concurrent.futures
 import contextlib
 import json
 import logging
+import math
 import os
 import pathlib
 import threading
@@ -73,6 +74,7 @@ class Checkpoints:
     self._broken: set[int] = set()  # steps found unusable; set aside by the next save.
     self._pending: tuple[int, concurrent.futures.Future] | None = None
     self._is_abandoned = False
+    self._save_s = math.nan
     self._lock = threading.RLock()  # saves may come from the thread that a signal wakes.
     self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     self._quiet = contextlib.ExitStack()
@@ -96,6 +98,10 @@ class Checkpoints:
         raise
       # Not raised: the exception that ended the block propagates.
       _log.error("and the last save failed: %s", error)
+
+  def save_s(self) -> float:
+    """Returns how many seconds the last save took to be complete; NaN if there was none."""
+    return self._save_s
 
   def steps(self) -> list[int]:
     """Returns the complete steps in ascending order; does not check whether they are intact.
@@ -160,6 +166,7 @@ class Checkpoints:
     self.wait()
     if step in self._own:
       return False
+    began = time.monotonic()
     leaves = {
       name: stored_arrays.to_write(state_leaves.raw(leaf))
       for name, leaf in state_leaves.named_leaves(state).items()
@@ -185,7 +192,7 @@ class Checkpoints:
       if isinstance(error, FolderError):
         raise
       raise CheckpointError(_not_saved(step, temporary, error)) from error
-    self._pending = step, self._thread.submit(self._commit, step, writing[0])
+    self._pending = step, self._thread.submit(self._commit, step, writing[0], began)
     self._own.add(step)
     return True
 
@@ -305,7 +312,7 @@ class Checkpoints:
       )
     self._folders.begin(step, info, num_bytes)
 
-  def _commit(self, step: int, writing: stored_arrays.Writing) -> None:
+  def _commit(self, step: int, writing: stored_arrays.Writing, began: float) -> None:
     """Completes a save: manifest, final name, retention. Runs in the background thread.
 
     The threads of all processes wait for each other, so that a checkpoint is completed only once
@@ -321,6 +328,7 @@ class Checkpoints:
       self._channel.together(
         lambda: self._complete(step, listed), what=f"the manifest of step {step}"
       )
+      self._save_s = time.monotonic() - began
     except Exception:
       if processes.is_main():
         self._folders.discard(step)  # the disk may be full because of it.

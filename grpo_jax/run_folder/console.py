@@ -6,14 +6,15 @@ same, its value is minus the mean advantage of the tokens, whatever is learned.
 
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from rich.text import Text
 
 from grpo_jax.run_folder import screen
-from grpo_jax.run_folder.screen import ALL_COLUMNS, NOTABLE, printable, seconds
+from grpo_jax.run_folder.screen import ALL_COLUMNS, NOTABLE, duration, printable, seconds
+from grpo_jax.run_folder.time_left import TimeLeft, of_steps
 from grpo_jax.types import Prompt, Rollout, RolloutGroup
 
 HEADER_EVERY = 20  # lines between two headers.
@@ -60,16 +61,6 @@ def share(value: float) -> str:
 def share_with_error(value: float, error: float) -> str:
   """Returns a share with its standard error: 57.0 % ± 5.0; without one as `share` does: 57%."""
   return f"{100 * value:.1f} % ± {100 * error:.1f}" if math.isfinite(error) else share(value)
-
-
-def duration(value: float) -> str:
-  """Returns seconds in at most 5 characters: 45s, 12min, 1.7h, 35h, 3.2d."""
-  if not math.isfinite(value):
-    return DASH
-  if value < 5940:  # 99 minutes.
-    return f"{value:.0f}s" if value < 99.5 else f"{value / 60:.0f}min"
-  amount, unit = (value / 3600, "h") if value < 48 * 3600 else (value / 86400, "d")
-  return f"{amount:.1f}{unit}" if amount < 9.95 else f"{amount:.0f}{unit}"
 
 
 def columns_within(width: int, total_steps: int | None) -> tuple[Column, ...]:
@@ -302,7 +293,36 @@ class TrainingScreen(screen.Screen):
     super().__init__(*arguments, **options)
     self._lines_since_header = HEADER_EVERY
     self._header = ""
-    self._began: tuple[float, int] | None = None  # when the first step began, and its number.
+    self._left: TimeLeft | None = None
+
+  def expect(self, left: TimeLeft) -> None:
+    """Sets what expects the time that the run still takes; otherwise only its steps count."""
+    self._left = left
+
+  def recall(self, rows: Iterable[Mapping[str, Any]], done: int) -> None:
+    """Expects the time that is left from what an earlier process of the run has measured.
+
+    Args:
+      rows: Metrics of the steps before this process, in order.
+      done: Number of steps done.
+    """
+    if self._left is not None:
+      self._left.recall(rows, done)
+
+  def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+    """Takes how long an evaluation took; its lines are printed by themselves.
+
+    Args:
+      step: Number of steps done.
+      values: Metrics of the evaluation.
+    """
+    if self._left is not None:
+      self._left.evaluated(step, values)
+
+  def run_left(self) -> str:
+    """Returns the expected time until the end of the run, "12min"; "" if it is not known."""
+    left = math.nan if self._left is None else self._left.seconds()
+    return duration(left) if math.isfinite(left) else ""
 
   def step(self, step: int, total_steps: int | None, values: Mapping[str, float]) -> None:
     """Prints a step's line; a header precedes every 20 lines and every change of width.
@@ -312,7 +332,10 @@ class TrainingScreen(screen.Screen):
       total_steps: Number of steps of the run; None if there is no end.
       values: Metrics of the step.
     """
-    values = {**values, LEFT: self._left_s(step, total_steps, values)}
+    if self._left is None:
+      self._left = TimeLeft(of_steps(total_steps), clock=self._clock)
+    self._left.stepped(step + 1, values)
+    values = {**values, LEFT: self._left.seconds()}
     titles = header(self.width, total_steps)
     if self._lines_since_header >= HEADER_EVERY or titles != self._header:
       self.print(Text(titles, style="bold"))
@@ -320,15 +343,6 @@ class TrainingScreen(screen.Screen):
       self._header = titles
     self._lines_since_header += 1
     self.print(step_line(step, total_steps, values, self.width))
-
-  def _left_s(self, step: int, total_steps: int | None, values: Mapping[str, float]) -> float:
-    """Returns the expected seconds until the last step, evaluations between steps included."""
-    now = self._clock()
-    if self._began is None:
-      self._began = now - values.get("time/step_s", math.nan), step
-    began, first = self._began
-    left = math.nan if total_steps is None else total_steps - step - 1
-    return left * (now - began) / (step - first + 1)
 
   def prompt(self, prompt: Prompt) -> None:
     """Prints the first prompt of a run."""
@@ -371,7 +385,7 @@ def _indented(label: str, text: str) -> list[str]:
   return [f"{label if number == 0 else '':>8} │ {line}" for number, line in enumerate(lines)]
 
 
-LEFT = "left_s"  # expected seconds until the last step; computed here, not a metric.
+LEFT = "left_s"  # expected seconds until the end of the run; computed here, not a metric.
 CLIPS = ("train/clip_low_share", "train/clip_high_share", "train/clip_dual_share")  # disjoint.
 COLUMNS = (
   Column("no-signal", 10, ("signal/lost_share",), share, lambda value: value > 0.7),

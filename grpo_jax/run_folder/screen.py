@@ -16,11 +16,11 @@ from rich.progress import (
   BarColumn,
   MofNCompleteColumn,
   Progress,
+  ProgressColumn,
   SpinnerColumn,
   Task,
   TextColumn,
   TimeElapsedColumn,
-  TimeRemainingColumn,
 )
 from rich.table import Column
 from rich.text import Text
@@ -82,6 +82,10 @@ class Screen:
     """Width of the terminal or notebook in characters; a log file has room for all columns."""
     return self._console.width if self._console.is_terminal or _is_notebook() else ALL_COLUMNS
 
+  def run_left(self) -> str:
+    """Returns the expected time until the end of a run; "" if there is none, or it is not known."""
+    return ""
+
   def print(self, line: str | Text) -> None:
     """Prints a line; it is never truncated and never interpreted as markup.
 
@@ -131,11 +135,11 @@ class Screen:
       whole = Column(no_wrap=True)  # the last column, a long note, is cut instead.
       bar = self._progress = Progress(
         SpinnerColumn(table_column=whole),
-        TextColumn("{task.description:<12}", table_column=whole),
+        TextColumn("{task.description:<12}", table_column=whole, markup=False),
         BarColumn(bar_width=20, table_column=whole),
         _Done(table_column=whole),
         TimeElapsedColumn(table_column=whole),
-        _Left(self._note),
+        _Left(self._note, self.run_left),
         console=self._console,
         transient=True,
       )
@@ -160,7 +164,9 @@ class Screen:
       now = self._clock()
       if now - last >= SPARSE_S:
         last = now
-        self.print(f"{description}: {done}/{total or '?'} after {seconds(now - start)} s")
+        left = self.run_left()
+        of_run = f"; run: {left} left" if left else ""
+        self.print(f"{description}: {done}/{total or '?'} after {seconds(now - start)} s{of_run}")
 
     return advance
 
@@ -187,19 +193,39 @@ class _Done(MofNCompleteColumn):
     return super().render(task) if task.total is not None else Text("")
 
 
-class _Left(TimeRemainingColumn):
-  """A column with the current activity of the program or, if it has none, the remaining time."""
+class _Left(ProgressColumn):
+  """A column with the current activity of the program or, if it has none, the remaining time of the
+  phase and of the run: "left 20s, run 12min"."""
 
-  def __init__(self, note: Callable[[], str]):
+  def __init__(self, note: Callable[[], str], run_left: Callable[[], str]):
     super().__init__()
     self._note = note
+    self._run_left = run_left
 
   def render(self, task: Task) -> Text:
     if note := self._note():
       return Text(note, style=NOTABLE, no_wrap=True)  # a second line would stay on the screen.
-    if task.total is None:
-      return Text("")
-    return Text("left ", no_wrap=True) + super().render(task)
+    run = self._run_left()
+    parts = [f"left {duration(left)}"] if (left := _seconds_left(task)) is not None else []
+    parts += [f"run {run}"] if run else []
+    return Text(", ".join(parts), no_wrap=True)
+
+
+def _seconds_left(task: Task) -> float | None:
+  """Returns the expected seconds of a phase; None if nothing of it is done yet."""
+  if task.total is None or not task.completed or task.elapsed is None:
+    return None
+  return task.elapsed * (task.total - task.completed) / task.completed
+
+
+def duration(value: float) -> str:
+  """Returns seconds in at most 5 characters: 45s, 12min, 1.7h, 35h, 3.2d; "-" if not finite."""
+  if not math.isfinite(value):
+    return "-"
+  if value < 5940:  # 99 minutes.
+    return f"{value:.0f}s" if value < 99.5 else f"{value / 60:.0f}min"
+  amount, unit = (value / 3600, "h") if value < 48 * 3600 else (value / 86400, "d")
+  return f"{amount:.1f}{unit}" if amount < 9.95 else f"{amount:.0f}{unit}"
 
 
 def seconds(value: float) -> str:

@@ -81,8 +81,9 @@ def save_steps(folder, steps, **options):
 
 def test_restore_returns_the_saved_bits_and_the_extra(folder):
   with checkpointing.open(folder) as checkpoints:
-    assert checkpoints.restore_latest(make_state(0)) is None
+    assert checkpoints.restore_latest(make_state(0)) is None and np.isnan(checkpoints.save_s())
     checkpoints.save(7, make_state(7), {"cursor": 93, "config": {"seed": 1}}, metrics={"a": 0.5})
+  assert 0 < checkpoints.save_s() < 60
   with checkpointing.open(folder) as checkpoints:
     state, extra = checkpoints.restore_latest(make_state(0))
   assert bits(state) == bits(make_state(7))

@@ -355,25 +355,26 @@ def test_all_columns_are_shown_where_there_is_room():
   assert kept == ["no-signal", "trunc", "tokens", "entropy", "sample s", "learn s", "left"]
 
 
-def test_the_remaining_time_is_that_of_the_steps_done_evaluations_included():
+def test_the_line_of_a_step_shows_the_time_that_is_left():
   now = [1000.0]
   file = io.StringIO()
   screen = console.TrainingScreen(Console(file=file, width=120), clock=lambda: now[0])
   left = lambda: file.getvalue().splitlines()[-1].split()[-1]
   screen.step(3, 14, {"time/step_s": 10.0})  # a run that continues.
   assert left() == "2min", "10 steps of 10 s"
-  now[0] += 50.0  # an evaluation of 40 s, and a step of 10.
+  now[0] += 30.0
   screen.step(4, 14, {"time/step_s": 10.0})
   assert left() == "4min", "9 steps of 30 s"
-  now[0] += 9.0
   screen.step(13, 14, {})
   assert left() == "0s"
   assert [console.duration(s) for s in (0.4, 99.4, 5939.0, 5940.0, 1.7e5, 3e5, 1e8)] == (
     "0s 99s 99min 1.6h 47h 3.5d 1157d".split()
   )
-  screen = console.TrainingScreen(Console(file=file, width=120))
-  screen.step(0, 14, {})
-  assert left() == "-", "without the time of the first step nothing is known"
+  for total, values in ((14, {}), (None, {"time/step_s": 10.0})):
+    screen = console.TrainingScreen(Console(file=file, width=120))
+    screen.step(0, total, values)
+    assert left() == "-", "neither the time of a step nor the number of steps may be missing"
+    assert screen.run_left() == ""
 
 
 def test_a_terminal_that_changes_its_width_gets_a_new_header():
@@ -455,6 +456,23 @@ def test_the_bar_says_what_the_program_is_doing_and_fits_80_columns():
     shown = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", made.file.getvalue())
     assert "compiling, 123 s" in shown and "left" not in shown and "?" not in shown
     assert max(len(line) for line in re.split(r"[\r\n]+", shown)) <= 80
+
+
+def test_the_bar_shows_what_is_left_of_the_phase_and_of_the_run_in_80_columns():
+  made = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+  screen = console.TrainingScreen(made, clock=lambda: 0.0)
+  screen.step(0, 14, {"time/step_s": 600.0})
+  for name, total in (("step 13: sampling", 1000), ("[red]a set[/]", None)):
+    with screen.progress(name, total) as advance:
+      advance(999)
+      screen._progress.refresh()
+  shown = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", made.file.getvalue())
+  lines = [line.rstrip() for line in re.split(r"[\r\n]+", shown)]
+  assert max(map(len, lines)) <= 80
+  assert any(
+    re.search(r"sampling [━╸╺]+ *999/1000 0:00:00 left 0s, run 2.2h$", line) for line in lines
+  )
+  assert any(re.search(r"\[red\]a set\[/\] [━╸╺]+ +0:00:00 run 2.2h$", line) for line in lines)
 
 
 def test_a_terminal_without_cursor_movement_gets_lines_and_no_bar(monkeypatch):

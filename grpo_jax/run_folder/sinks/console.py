@@ -33,13 +33,17 @@ class _Console(Sink):
     self._first: dict[str, float] = {}  # the first value of every evaluation metric.
     file = opening.workdir / "metrics.jsonl"
     text = file.read_text(errors="replace") if file.is_file() else ""
-    for row in metrics.parse_lines(text)[0]:
-      if row["step"] < opening.start_step:
-        self._remember_first(row)
+    rows = [row for row in metrics.parse_lines(text)[0] if row["step"] < opening.start_step]
+    for row in rows:
+      self._remember_first(row)
+    self._screen.recall(rows, opening.start_step)
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
-    for name in evaluations(values):
+    evaluated = evaluations(values)
+    for name in evaluated:
       self._screen.print(console.eval_line(name, step, values, self._first))
+    if evaluated:
+      self._screen.evaluated(step, values)
     if "rollout/reward_mean" in values:
       self._screen.step(step, self._total_steps, values)
     self._remember_first(values)
