@@ -103,16 +103,20 @@ class CompilationMonitor:
   def note(self) -> str:
     """Returns "a program, 12 s" if a compilation has been running for a second, else "".
 
-    If a job runs it, its name is used instead of "a program": "update 8 × 1024, 12 s". Only at the
-    end JAX says whether it compiled the program or read it from the cache.
+    If a job runs it, its name is used instead of "a program", and the jobs done are counted:
+    "9 cached, 3 compiled; update 8 × 1024, 12 s". Only at the end JAX says whether it
+    compiled the program or read it from the cache.
     """
     with self._lock:
       if not self._began:
         return ""
       thread, began = min(self._began.items(), key=lambda item: item[1])
-      name = self._named.get(thread, "a program")
+      name = self._named.get(thread, "")
+      done = counts([one for one in self._done if one.job]) if name else ""
     longest = self._clock() - began
-    return f"{name}, {longest:.0f} s" if longest >= SLOW_S else ""
+    if longest < SLOW_S:
+      return ""
+    return f"{done + '; ' if done else ''}{name or 'a program'}, {longest:.0f} s"
 
   def so_far(self) -> list[Compilation]:
     """Returns what was compiled, or read from the cache, since the last `take`."""
@@ -177,11 +181,23 @@ class CompilationMonitor:
     folder = _kept_in()
     if not explains:
       return
-    if folder and not (self._is_new or compiles):
+    if not folder:
+      _log.info("compiling; the run waits until it is done, at every start: no programs are kept")
+    elif self._is_new or compiles:
+      _log.info(
+        "compiling; the run waits until it is done. The programs are kept in %s: later runs with"
+        " the same sizes and packages read them there",
+        folder,
+      )
+    else:
       _log.info("programs are read from %s, or compiled; the run waits until it is done", folder)
-      return
-    kept = f"once: compiled programs are kept in {folder}" if folder else "at every start"
-    _log.info("compiling; the run waits until it is done. This happens %s", kept)
+
+
+def counts(done: Sequence[Compilation]) -> str:
+  """Returns "9 cached, 3 compiled", without what did not happen; "" if nothing was done."""
+  kept = sum(one.is_kept for one in done)
+  parts = ((kept, "cached"), (len(done) - kept, "compiled"))
+  return ", ".join(f"{count} {how}" for count, how in parts if count)
 
 
 def _kept_in() -> str:
@@ -279,7 +295,10 @@ class BackgroundCompiler:
     kept = sum(one.is_kept for one in of_jobs)
     took = time.monotonic() - self._began
     compiled = len(of_jobs) - kept
-    _log.info("programs: %d compiled, %d read from the cache, in %.1f s", compiled, kept, took)
+    _log.info(
+      "programs: %d of %d read from the cache, %d compiled, in %.1f s",
+      *(kept, len(of_jobs), compiled, took),
+    )
 
 
 def threads_for(jobs: int) -> int:

@@ -68,6 +68,26 @@ def test_the_note_is_of_the_longest_compilation_of_all_threads(watch, now):
   assert watch.note() == ""
 
 
+def test_the_bar_counts_what_was_read_from_the_cache_and_what_was_compiled(watch, now):
+  def job(name, *, is_kept):
+    with watch.naming(name):
+      begin()
+      now[0] += 12.0
+      noted = watch.note()
+      if is_kept:
+        jax.monitoring.record_event(compiling.HIT)
+      end()
+    return noted
+
+  with watch.listening():
+    begin()
+    end()  # of no job, such as an addition: it is not one of the programs.
+    assert job("score", is_kept=True) == "score, 12 s"
+    assert job("watch", is_kept=True) == "1 cached; watch, 12 s"
+    assert job("update", is_kept=False) == "2 cached; update, 12 s"
+    assert job("drift", is_kept=False) == "2 cached, 1 compiled; drift, 12 s"
+
+
 def test_other_events_are_not_compilations(watch, now):
   with watch.listening():
     jax.monitoring.record_scalar("/jax/some/other", 0.0)
@@ -91,7 +111,7 @@ def test_a_long_compilation_is_explained_once(watch, monkeypatch, noticed, tmp_p
     begin()
     end()
   (line,) = noticed
-  assert line.startswith("compiling;") and f"once: compiled programs are kept in {tmp_path}" in line
+  assert line.startswith("compiling;") and f"The programs are kept in {tmp_path}: later" in line
 
 
 def test_where_programs_were_kept_the_wait_is_not_called_a_compilation_before_one_ended(
@@ -113,7 +133,7 @@ def test_where_programs_were_kept_the_wait_is_not_called_a_compilation_before_on
   cache_folder(None)
   with watch.listening():
     explained(watch)
-  assert noticed.pop().endswith("This happens at every start")
+  assert noticed.pop().endswith("at every start: no programs are kept")
 
 
 def test_a_short_compilation_is_not_explained(watch, noticed):

@@ -147,7 +147,7 @@ def test_jobs_run_in_threads_and_are_counted_by_name(watch, noticed):
     ahead.wait(silent)
   done = watch.take()
   assert {one.job for one in done} == {"update 1 × 3", "update 1 × 4", "update 1 × 5"}
-  assert len(noticed) == 1 and noticed[0].startswith("programs: ")
+  assert len(noticed) == 1 and noticed[0].startswith("programs: 0 of ")
   for n in (3, 4, 5):
     program(np.ones((1, n), np.float32))
   assert watch.take() == []
