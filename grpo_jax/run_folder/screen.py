@@ -87,12 +87,12 @@ class Screen:
     return ""
 
   def print(self, line: str | Text) -> None:
-    """Prints a line; it is never truncated and never interpreted as markup.
+    """Prints a line; it is never truncated, nor interpreted as markup or by the terminal.
 
     On a terminal, a string that is too long for one line is folded between words.
     """
     if isinstance(line, str):
-      for part in line.split("\n"):
+      for part in printable(line).split("\n"):
         for each in fold(part, self.width):
           self._put(Text(each))
     else:
@@ -100,9 +100,8 @@ class Screen:
 
   def notice(self, label: str, line: str, style: str = NOTABLE) -> None:
     """Prints a line after a coloured label such as "warning: "."""
-    first, *others = [
-      each for part in f"{label}{line}".split("\n") for each in fold(part, self.width)
-    ]
+    parts = f"{label}{printable(line)}".split("\n")
+    first, *others = [each for part in parts for each in fold(part, self.width)]
     self._put(Text.assemble((first[: len(label)], style), first[len(label) :]))
     for each in others:
       self._put(Text(each))

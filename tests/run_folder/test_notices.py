@@ -55,6 +55,13 @@ def test_notices_warnings_and_errors_have_one_look(shown):
   ]
 
 
+def test_what_a_terminal_obeys_is_shown_and_not_obeyed(shown):
+  for log in (OURS.info, OURS.warning):
+    log("the model wrote %s", "[bold]\x1b[2J\r\u202e")
+  said = "the model wrote [bold]\\x1b[2J\\r\\u202e"
+  assert shown.getvalue().splitlines() == [said, f"warning: {said}"]
+
+
 def test_the_choice_of_a_kernel_is_shown(shown):
   implementations.log_once.cache_clear()
   for _ in range(2):
