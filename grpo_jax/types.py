@@ -82,6 +82,7 @@ class Prompt:
   stop_strings: tuple[str, ...] = ()  # also end the first turn.
   recorded: "RecordedGroup | None" = None  # attempts from a file; None: they are sampled.
   parted: int = 0  # places where the text of a control token is written as ordinary characters.
+  where: str = ""  # place of its row, "FILE:LINE"; "" if it has none.
 
   @property
   def expected_answer(self) -> str | None:

@@ -155,6 +155,7 @@ class GroupDataset:
       environment=self.environment,
       info=prompt_texts.shortened(info, len(asked.text)) if asked.is_shortened else info,
       text=text,
+      where=where,
       weight=0.0 if asked.too_long else recording.weight,
       dataset=self.name,
       is_cut=bool(asked.too_long),

@@ -111,6 +111,7 @@ class PromptDataset:
       environment=environment,
       info=info,
       text=text,
+      where=where,
       weight=0.0 if asked.too_long else formats.loss_multiplier(fields, where),
       dataset=self.name,
       is_cut=bool(asked.too_long),

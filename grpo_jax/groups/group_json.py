@@ -42,6 +42,7 @@ def encode(group: RolloutGroup) -> dict[str, Any]:
     "token_ids": _packed(prompt.token_ids, "<i4"),
     "environment": prompt.environment,
     "text": prompt.text,
+    "where": prompt.where,
     "weight": prompt.weight,
     "dataset": prompt.dataset,
     "is_cut": prompt.is_cut,
@@ -63,10 +64,11 @@ def decode(record: Mapping[str, Any]) -> RolloutGroup:
     token_ids=_unpacked(record["token_ids"], "<i4"),
     environment=record["environment"],
     text=record["text"],
+    where=record.get("where", ""),  # older checkpoints have none.
     weight=record["weight"],
     dataset=record["dataset"],
     is_cut=record["is_cut"],
-    info=_info(record.get("expected_answer")),  # older checkpoints have none.
+    info=_info(record.get("expected_answer")),  # nor this.
   )
   rollouts = tuple(_decoded(rollout) for rollout in record["rollouts"])
   greedy = record.get("greedy")

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from grpo_jax.environments.isolation import EnvironmentFailure
 from grpo_jax.errors import ExpectedFailure
+from grpo_jax.http import redaction
 from grpo_jax.metrics import attempt_events
 from grpo_jax.rollouts.attempt import Attempt
 from grpo_jax.types import RolloutGroup
@@ -22,6 +23,7 @@ class AttemptOutcome(NamedTuple):
   kind: str  # of the failure; "": there was none.
   error: str  # "KIND: message"
   asked: str = ""  # text of the prompt.
+  row: str = ""  # place of its row.
   cause: EnvironmentFailure | None = None  # None: it is not known here.
 
   @property
@@ -33,7 +35,9 @@ class AttemptOutcome(NamedTuple):
 def outcomes(groups: Sequence[RolloutGroup]) -> list[AttemptOutcome]:
   """Returns how the attempts of groups ended that count; see `check_failures`."""
   return [
-    AttemptOutcome(group.prompt.prompt_id, each.failure, each.error, group.prompt.text)
+    AttemptOutcome(
+      group.prompt.prompt_id, each.failure, each.error, group.prompt.text, group.prompt.where
+    )
     for group in groups
     if group.prompt.weight > 0
     for each in (*group.rollouts, *([group.greedy] if group.greedy else []))
@@ -64,10 +68,11 @@ def error_counts(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 def outcome_of(attempt: Attempt) -> AttemptOutcome:
   """Returns how an attempt ended; it may be one that is not part of a group yet."""
-  prompt_id, error = attempt.prompt.prompt_id, attempt.error
+  prompt, error = attempt.prompt, attempt.error
   if error is None:
-    return AttemptOutcome(prompt_id, "", "")
-  return AttemptOutcome(prompt_id, error.kind, f"{error.kind}: {error}", attempt.prompt.text, error)
+    return AttemptOutcome(prompt.prompt_id, "", "")
+  said = f"{error.kind}: {error}"
+  return AttemptOutcome(prompt.prompt_id, error.kind, said, prompt.text, prompt.where, error)
 
 
 def check_outcomes(counting: Sequence[AttemptOutcome], max_share: float, where: str = "") -> None:
@@ -85,12 +90,16 @@ def check_outcomes(counting: Sequence[AttemptOutcome], max_share: float, where: 
   if len(failed) <= max_share * len(counting):
     return
   kinds = Counter(each.kind for each in failed)
-  raise TooManyFailures(
+  row = f" (row {failed[0].row})" if failed[0].row else ""
+  message = (
     f"{len(failed)} of {len(counting)} attempts could not be scored, more than the allowed share "
     f"of {max_share:g} (rollout.max_error_share): {dict(kinds)}{where and f' ({where})'}; the "
-    f"first, {failed[0].prompt_id}: {failed[0].error}\nprompt: {failed[0].asked[:200]!r}"
+    f"first, {failed[0].prompt_id}{row}: {failed[0].error}\nprompt: {failed[0].asked[:200]!r}"
     f"{_firsts_of_others(failed)}"
-  ) from failed[0].cause
+  )
+  # A model, or the row of a file, may have written what a terminal obeys.
+  lines = map(redaction.printable, message.split("\n"))
+  raise TooManyFailures("\n".join(lines)) from failed[0].cause
 
 
 def _firsts_of_others(failed: Sequence[AttemptOutcome]) -> str:

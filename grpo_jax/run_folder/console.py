@@ -157,7 +157,8 @@ def failure_lines(groups: Sequence[RolloutGroup]) -> list[str]:
   lines = []
   for same_kind in kinds.values():
     prompt, error = same_kind[0]
-    where = f"{prompt.prompt_id} ({prompt.environment})"
+    row = f", row {prompt.where}" if prompt.where else ""
+    where = printable(f"{prompt.prompt_id} ({prompt.environment}){row}")
     said, *frames = error.split("\n")
     reason = printable(shorten(said, ERROR_CHARACTERS))
     share_failed = f"{len(same_kind)} of {len(attempts)} completions"

@@ -129,6 +129,7 @@ def _record(
       {**dataclasses.asdict(turn), "reward": finite(turn.reward)} for turn in rollout.turn_log
     ],
     "error": rollout.error,
+    **({"row": group.prompt.where} if rollout.error and group.prompt.where else {}),
     "prompt_ids": group.prompt.token_ids.tolist(),
     "completion_ids": ids,
     "token_texts": texts(ids) if texts else None,

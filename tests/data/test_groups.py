@@ -57,6 +57,7 @@ def test_rows_of_equal_inputs_are_one_group_wherever_they_are(tmp_path):
   assert first.group.rewards.tolist() == [1.0, 0.0]
   assert [r.text for r in second.group.rollouts] == ["b", "d"]
   assert (first.group.prompt.prompt_id, second.group.prompt.prompt_id) == ("f:0:0", "f:0:1")
+  assert second.group.prompt.where == f"{tmp_path / 'f.jsonl'}:2"
   assert first.group.prompt.environment == RECORDED
 
 

@@ -211,6 +211,7 @@ def test_a_row_of_too_many_characters_is_dropped_unencoded(one_long_row):
   kept = data.make(tokenizer, path=one_long_row, **keys, max_prompt_tokens=64, overlong="drop")
   (prompt,) = kept.take(3)
   assert (prompt.info["problem"], kept.metrics()["data/overlong_prompts"]) == ("ok", 2.0)
+  assert prompt.where == f"{one_long_row}:2"
   assert tokenizer.encoded < 1000
   too_many = rf"long.jsonl:1: {LONG + 32} characters, where 64 tokens have at most 384"
   with pytest.raises(OverlongError, match=too_many):

@@ -18,6 +18,7 @@ from grpo_jax.metrics import scored_groups
 from grpo_jax.rollouts import failures, rollout
 from grpo_jax.rollouts.rollout import AttemptLimits, collect_sync
 from grpo_jax.rollouts.turn_sampling import request_seed
+from grpo_jax.run_folder import console, rollout_log
 from grpo_jax.types import FinishReason, Prompt
 
 SAMPLING = SamplingParams(max_tokens=16, stop_ids=(END,))
@@ -407,6 +408,25 @@ def test_the_first_failure_of_each_kind_is_in_the_message():
   first, others = str(failure.value).split("prompt: 'a'")
   assert "the first, set:0:0: TimeoutError: no answer" in first and "OSError: " not in first
   assert others.startswith("\nset:0:0: OSError: no sandbox starts") and others.count("set:0:0") == 1
+
+
+def test_the_message_names_the_row_and_holds_nothing_that_a_terminal_obeys():
+  engine = ScriptedEngine(lambda r: "\x1b[2J[red]no")
+
+  def reward(prompt, text):
+    raise ValueError(f"{text}\u202e is not a number")
+
+  asked = [dataclasses.replace(each, where="/data/ro\x1b]ws.jsonl:7") for each in prompts("a")]
+  with pytest.raises(failures.TooManyFailures) as failure:
+    run(engine, single_turn(reward), asked)
+  said = str(failure.value)
+  assert "the first, set:0:0 (row /data/ro\\x1b]ws.jsonl:7): ValueError: \\x1b[2J[red]no" in said
+  assert "\x1b" not in said and "\u202e" not in said and len(said) < 2500
+  (group,) = run(engine, single_turn(reward), asked, limits=AttemptLimits(max_error_share=1.0))
+  (line, *_) = console.failure_lines([group])
+  assert line.endswith("; set:0:0 (env), row /data/ro\\x1b]ws.jsonl:7") and "\x1b" not in line
+  records = rollout_log.rollout_records(0, [group], [np.zeros(2)], None, None)
+  assert records[0]["row"] == asked[0].where and "in reward: raise" in records[0]["error"]
 
 
 def test_a_cancelled_call_stays_cancelled_when_its_answer_arrives_at_the_same_time():

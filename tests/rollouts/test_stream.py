@@ -254,7 +254,7 @@ def test_groups_are_written_bit_for_bit():
   )
   prompt = Prompt("a:0:1", np.asarray([5, 6], np.int32), "env", text="text", weight=0.5)
   prompt = dataclasses.replace(prompt, info={"any": object(), "expected_answer": 7})
-  prompt = dataclasses.replace(prompt, dataset="a", is_cut=True, stop_strings=("x",))
+  prompt = dataclasses.replace(prompt, dataset="a", is_cut=True, stop_strings=("x",), where="f:1")
   made = RolloutGroup(prompt, (exotic, empty), exotic)
   text = json.dumps(group_json.encode(made), allow_nan=False)
   back = group_json.decode(json.loads(text))
@@ -267,7 +267,12 @@ def test_groups_are_written_bit_for_bit():
     "text",
   )
   assert back.prompt.weight == 0.5 and back.prompt.info == {"expected_answer": "7"}
-  assert back.prompt.dataset == "a" and back.prompt.is_cut and back.prompt.stop_strings == ()
+  assert (
+    back.prompt.dataset == "a"
+    and back.prompt.where == "f:1"
+    and back.prompt.is_cut
+    and back.prompt.stop_strings == ()
+  )
   for before, after in zip((exotic, empty), back.rollouts, strict=True):
     for name in ("completion_ids", "loss_mask", "behavior_logprobs", "weight_versions"):
       one, other = (operator.attrgetter(name)(made) for made in (before, after))
