@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
       raise WrongUse(f"--{name.replace('_', '-')}={value} must be at least 1")
   if options.json is not None:
     _check_output(options.json)
-  _prepare()
+  prepare()
   return _plan(options, rest, list(arguments))
 
 
@@ -108,7 +108,7 @@ def _check_output(file: pathlib.Path) -> None:
     raise WrongUse(f"--json={file} cannot be written: {error.strerror}") from error
 
 
-def _prepare() -> None:
+def prepare() -> None:
   """Sets what JAX and the compilers read at their import: nothing may seek a device."""
   os.environ["JAX_PLATFORMS"] = "cpu"
   os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")

@@ -4,7 +4,9 @@ import collections
 import json
 import math
 import os
+import pathlib
 import re
+import sys
 
 import aot
 import decode_step
@@ -18,12 +20,16 @@ from grpo_plan import (
   architectures,
   compiling,
   hlo_collectives,
+  machines,
   plan,
   plan_request,
   programs,
   search,
   topologies,
 )
+
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "scripts"))
+import machines as script
 
 pytestmark = aot.MARKS
 
@@ -178,6 +184,18 @@ def test_no_gradient_of_a_frozen_head_exists(machine, is_tied, tmp_path):
     found = computed(update(), shapes)
     print(machine, sorted(found))
     assert found, "the gradient of a trained head would be seen"
+
+
+@on_h100
+def test_the_table_of_machines_has_what_the_compiler_counts():
+  """One of its numbers, which is compiled in the least time."""
+  cell = "t4:1", "Qwen2.5-1.5B", "LoRA"
+  tried = machines.cells()[cell].last
+  found = script.attempt(*cell, tried.marks, folder=None)
+  assert found.update is not None and tried.update is not None
+  print(*cell, f"{found.update / GIB:.2f} GiB, in the table {tried.update / GIB:.2f}")
+  assert found.update == pytest.approx(tried.update, rel=0.02)
+  assert (found.shape, found.remat, found.rows) == (tried.shape, tried.remat, tried.rows)
 
 
 @on_h100
