@@ -13,9 +13,11 @@ from grpo_jax.commands.arguments import Parser, WrongUse
 from grpo_jax.files import disk, local_paths
 
 USAGE = """\
-Plans a run for a machine that is not present: does it fit, what moves, how long does a step take
-at least? It compiles the run's own programs; no weights and no accelerator are needed.
+Plans a run for a machine that need not be present: does it fit, what moves, how long does a step
+take at least? It compiles the run's own programs; no weights and no accelerator are needed.
 
+  grpo-jax plan                     says what this machine is, and which configs fit it
+  grpo-jax plan CONFIG              plans a run for this machine
   grpo-jax plan --config=CONFIG --topology=MACHINE [--config.SECTION.FIELD=VALUE ...]
 
   --config    as for grpo-jax train, with the same overrides.
@@ -60,8 +62,6 @@ def main(arguments: Sequence[str]) -> int:
   parser.add_argument("--no-cache", action="store_true")
   parser.add_argument("--json", type=local_paths.argument)
   options = parser.read(own)
-  if not options.topology:
-    raise WrongUse("--topology is missing, for example --topology=v5e-16 (--help explains it)")
   for name in ("prompt_tokens", "completion_tokens"):
     value = getattr(options, name)
     if value is not None and value < 1:
@@ -69,6 +69,14 @@ def main(arguments: Sequence[str]) -> int:
   if options.json is not None:
     _check_output(options.json)
   prepare()
+  if options.topology is None:
+    from grpo_plan import here
+
+    if not arguments:
+      print(here.text())
+      return FITS
+    options.topology = here.named()
+    _say(f"{here.found().line}; planned for {options.topology} (--topology names another machine)")
   return _plan(options, rest, list(arguments))
 
 

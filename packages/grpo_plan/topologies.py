@@ -38,7 +38,7 @@ _ALIASES = {
   "a10080": "a100",
   "a10080gb": "a100",
 }
-_MOST_GPUS = 8  # GPUs of a node.
+MOST_GPUS = 8  # GPUs of a node.
 _MOST_DEVICES = 1 << 14
 _MOST_CPUS = 256  # simulated devices, each with threads of its own.
 
@@ -93,9 +93,9 @@ class Topology:
 def valid() -> list[str]:
   """Returns the names of TPU slices, and examples of names of GPUs."""
   slices = [f"{kind}-{count * _CORES.get(kind, 1)}" for kind, of in SHAPES.items() for count in of]
-  counts = [1, 2, 4, _MOST_GPUS]
+  counts = [1, 2, 4, MOST_GPUS]
   gpus = [f"{name}:{n}" for name, chip in CHIPS.items() if chip.platform == "gpu" for n in counts]
-  several = [f"2x{name}" for name in gpus if name.endswith(f":{_MOST_GPUS}")]
+  several = [f"2x{name}" for name in gpus if name.endswith(f":{MOST_GPUS}")]
   return [*slices, *gpus, *several, "cpu:8"]
 
 
@@ -152,8 +152,8 @@ def _simulated(name: str, size: str | None, count: int) -> Topology:
 
 
 def _gpu(name: str, kind: str, mark: str, size: str, count: int) -> Topology:
-  if mark == "-" or not (size or "1").isdigit() or not 1 <= int(size or 1) <= _MOST_GPUS:
-    most = f"a node has 1 to {_MOST_GPUS} GPUs; write several nodes as 2x{kind}:{_MOST_GPUS}"
+  if mark == "-" or not (size or "1").isdigit() or not 1 <= int(size or 1) <= MOST_GPUS:
+    most = f"a node has 1 to {MOST_GPUS} GPUs; write several nodes as 2x{kind}:{MOST_GPUS}"
     raise _unknown(name, most)
   each = int(size or 1)
   several = f"{count}x" if count > 1 else ""
@@ -178,6 +178,16 @@ def _tpu(name: str, kind: str, mark: str, size: str, count: int) -> Topology:
   shown = f"{count}x" * (count > 1) + f"{kind}-{chips_of * _CORES.get(kind, 1)}"
   shape = known[chips_of]
   return Topology(shown, CHIPS[kind], chips_of * count, hosts * count, count, shape)
+
+
+def slice_of(kind: str, chips_of: int) -> str | None:
+  """Returns Google's name of a slice; None if there is none of this size.
+
+  Args:
+    kind: Name of the chip, such as "v5e".
+    chips_of: Number of chips.
+  """
+  return f"{kind}-{chips_of * _CORES.get(kind, 1)}" if chips_of in SHAPES[kind] else None
 
 
 def host_of(topology: Topology) -> Topology:
