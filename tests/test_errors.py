@@ -13,6 +13,7 @@ CAUGHT = {
   "interrupts.py": {"Stopped"},
   "config/command_line.py": {"HelpWanted"},
   "engines/server.py": {"ServerLost"},
+  "files/hub.py": {"Unavailable"},
   "http/bodies.py": {"UnreadableBody"},
   "http/failures.py": {"HttpFailure"},
   "api/callbacks.py": {"StopTraining"},  # users raise it.
