@@ -91,6 +91,29 @@ def test_the_newest_stack_pins_what_the_one_before_it_pins():
   assert before == newest
 
 
+def test_the_second_stack_has_the_versions_of_colab_except_those_that_pip_replaces():
+  colab, second = (
+    {canonicalize_name(name): version for name, _, version in pins if version}
+    for stack in ("colab", "py312")
+    if (lines := (ROOT / "constraints" / f"{stack}.txt").read_text().splitlines())
+    if (pins := [line.partition("==") for line in lines])
+  )
+  replaced = {name for name, version in colab.items() if second[name] != version}
+  needed = [Requirement(text) for text in PROJECT["dependencies"]]
+  here = [
+    each for each in needed if not each.marker or each.marker.evaluate({"python_version": "3.12"})
+  ]
+  bounds = {canonicalize_name(each.name): each.specifier for each in here}
+  of_jax = {"jaxlib", "numpy"}  # jax 0.11 needs its own jaxlib, and numpy 2.1.
+  no_wheel = {"antlr4-python3-runtime"}
+  assert replaced == of_jax | no_wheel | {
+    name for name in bounds if name in colab and colab[name] not in bounds[name]
+  }
+  assert {"transformers", "optax", "orbax-checkpoint", "pandas", "ipykernel"} <= set(
+    colab
+  ) - replaced
+
+
 def test_the_newest_jax_is_bounded_by_what_is_tested():
   (bound,) = [Requirement(text) for text in PROJECT["dependencies"] if "jax>=0.11" in text]
   tested = (ROOT / "constraints" / "py313.txt").read_text()
