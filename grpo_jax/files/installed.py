@@ -9,7 +9,6 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 import grpo_jax
@@ -65,9 +64,9 @@ def check() -> None:
   """Refuses to compute with other packages than grpo_jax needs; takes hundredths of a second.
 
   Raises:
-    WrongPackages: A package is missing or has another version; the message has the repair. Or an
-      older jax was imported before another one was installed; or a folder `grpo_jax` that is not
-      the package, such as a clone of that name, hides it.
+    WrongPackages: A package is missing or has another version; the message has the repair. Or
+      another version of jax or numpy was imported before the present one was installed. Or a
+      folder `grpo_jax` that is not the package, such as a clone of that name, hides it.
   """
   if grpo_jax.__file__ is None:
     hides = next(iter(grpo_jax.__path__))
@@ -77,21 +76,18 @@ def check() -> None:
     reasons = "; ".join(each.text for each in found)
     wanted = " ".join(f'"{each.requirement}"' for each in found)
     raise WrongPackages(f"{reasons}; to repair it: pip install {wanted}")
-  imported = getattr(sys.modules.get("jax"), "__version__", None)
-  if is_strict() and imported and not _bounds("jax").contains(imported, prereleases=True):
-    raise WrongPackages(
-      f"jax {imported} was imported before jax {metadata.version('jax')} was installed: restart"
-      " Python (in a notebook its kernel; on Colab: Runtime > Restart session)"
-    )
+  for name in ("jax", "numpy"):  # Colab imports numpy before the first cell.
+    imported = getattr(sys.modules.get(name), "__version__", None)
+    if is_strict() and imported and _minor(imported) != _minor(here := metadata.version(name)):
+      raise WrongPackages(
+        f"{name} {imported} was imported before {name} {here} was installed: restart Python (in a"
+        " notebook its kernel; on Colab: Runtime > Restart session)"
+      )
 
 
-def _bounds(name: str) -> SpecifierSet:
-  """Returns the versions of a package that grpo_jax runs with; all, where they are not known."""
-  needed = map(Requirement, project()["dependencies"])
-  fits = lambda each: not each.marker or each.marker.evaluate({"extra": ""})
-  return next(
-    (each.specifier for each in needed if each.name == name and fits(each)), SpecifierSet()
-  )
+def _minor(version: str) -> tuple[int, ...]:
+  """Returns the first two numbers of a version; development versions of both agree in them."""
+  return Version(version).release[:2]
 
 
 def _outside(requirements: Iterable[str]) -> list[Wrong]:

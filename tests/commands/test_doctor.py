@@ -219,9 +219,14 @@ def test_packages_without_a_readable_version_are_named_with_the_command(fake):
   assert only(diagnosis.packages()).level == FATAL
 
 
-def test_an_old_jax_that_was_imported_before_another_was_installed_is_named(fake, monkeypatch):
-  monkeypatch.setattr(sys.modules["jax"], "__version__", "0.7.2")  # as Colab has it.
-  with pytest.raises(ExpectedFailure, match="jax 0.7.2 was imported before .* restart Python"):
+@pytest.mark.parametrize(("name", "version"), [("jax", "0.7.2"), ("numpy", "2.0.2")])
+def test_an_old_package_that_was_imported_before_another_was_installed_is_named(
+  fake, monkeypatch, name, version
+):
+  monkeypatch.setattr(sys.modules[name], "__version__", version)  # as Colab has it.
+  there = metadata.version(name)
+  named = f"{name} {version} was imported before {name} {there} was installed: restart Python"
+  with pytest.raises(ExpectedFailure, match=named):
     installed.check()
 
 
