@@ -13,6 +13,7 @@ import pytest
 import grpo_jax
 from grpo_jax import interrupts, main
 from grpo_jax.config.configuration import ConfigError
+from grpo_jax.models.errors import MissingModel
 from grpo_jax.run_folder import folder_lock
 from tests.engines.processes import eventually
 from tests.own_process import noticing
@@ -89,6 +90,18 @@ def test_mistake_found_by_training_is_a_message_too(path, runs, tmp_path, capsys
   runs.train = refuse
   assert main.main([f"--config={path}", f"--workdir={tmp_path / 'w'}"]) == 2
   assert capsys.readouterr().err == "error: this folder belongs to another configuration\n"
+
+
+def test_a_model_that_cannot_be_read_is_wrong_use_and_nothing_to_continue(
+  path, runs, tmp_path, capsys
+):
+  def refuse(config, workdir, *, stop):
+    raise MissingModel("there is no tokenizer in tiny")
+
+  runs.train = refuse
+  assert main.main([f"--config={path}", f"--workdir={tmp_path / 'w'}"]) == 2
+  assert capsys.readouterr().err == "error: there is no tokenizer in tiny\n"
+  assert not (tmp_path / "w").exists()
 
 
 def test_folder_in_use_is_refused_and_free_again_afterwards(path, runs, tmp_path, capsys):
