@@ -64,7 +64,7 @@ NOT_PURE = {
   "models/safetensors.py",
   "models/sources.py",
   "models/tiny.py",
-  *(f"models/chat/{name}.py" for name in ("__init__", "rendering", "text_bounds")),
+  *(f"models/chat/{name}.py" for name in ("__init__", "rendering", "text_bounds", "token_bytes")),
   "models/chat/tokenizer_files.py",
 }
 PURE_MAY_IMPORT = {

@@ -32,6 +32,9 @@ class ByteTokenizer:
     ]
     return b"".join(pieces).decode("utf-8", errors="replace")
 
+  def token_bytes(self, token_id: int) -> bytes:
+    return bytes([token_id]) if token_id < PAD else _MARKS[token_id].encode()
+
   def render(
     self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()
   ) -> str:

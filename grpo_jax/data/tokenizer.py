@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int
 
 from grpo_jax.models import files
-from grpo_jax.models.chat import text_bounds, tokenizer_files, tool_calls
+from grpo_jax.models.chat import text_bounds, token_bytes, tokenizer_files, tool_calls
 from grpo_jax.models.chat.control_tokens import ControlTokens
 from grpo_jax.models.chat.plain import Plain
 from grpo_jax.models.chat.rendering import ConversationTooLarge
@@ -88,6 +88,10 @@ class Tokenizer(Protocol):
 
   def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special: bool = True) -> str:
     """Decodes ids; undecodable bytes become U+FFFD."""
+    ...
+
+  def token_bytes(self, token_id: int) -> bytes:
+    """Returns the text of one token, special or not, in UTF-8; it may be part of a character."""
     ...
 
   def render(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> str:
@@ -253,6 +257,10 @@ class HuggingFaceTokenizer:
         skip_special_tokens=skip_special,
         clean_up_tokenization_spaces=False,
       )
+
+  def token_bytes(self, token_id: int) -> bytes:
+    with tokenizer_files.guarded():
+      return token_bytes.of_token(self._backend, token_id)
 
   def render(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> str:
     return self._template.write(messages, tools=tools).text

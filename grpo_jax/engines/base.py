@@ -114,6 +114,21 @@ class Generation:
   matched_stop: int | str | None = None  # the stop id or stop string that ended it, if any.
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class GivenScores:
+  """Scores of the n tokens of a sequence after the first; nats.
+
+  Attributes:
+    logprobs: Logarithm of softmax(logits / temperature) of each token, given those before it.
+    top_ids: Most likely tokens in its place, most likely first.
+    top_logprobs: Their logprobs.
+  """
+
+  logprobs: Float[np.ndarray, " n"]
+  top_ids: Int[np.ndarray, "n k"]
+  top_logprobs: Float[np.ndarray, "n k"]
+
+
 @runtime_checkable
 class Engine(Protocol):
   """Samples completions from weights that training replaces after every step."""

@@ -33,7 +33,14 @@ _LayerCache = TypeVar("_LayerCache")
 def prefill(
   weights: SamplerWeights, cache: Cache, chunk: PrefillChunk, options: ProgramOptions
 ) -> Cache:
-  """Computes keys and values of a chunk of prompts and writes them into their pages.
+  """Computes keys and values of a chunk of prompts and writes them into their pages; see `read`."""
+  return read(weights, cache, chunk, options)[0]
+
+
+def read(
+  weights: SamplerWeights, cache: Cache, chunk: PrefillChunk, options: ProgramOptions
+) -> tuple[Cache, Float[Array, "n 1 D"]]:
+  """Feeds a chunk of prompts to the model, and writes their keys and values into their pages.
 
   Each token is a row of its own. On a mesh tokens are split as the rows of a batch are, weights are
   gathered, and only queries, keys and values go to all devices: the pages hold the latter there,
@@ -42,11 +49,11 @@ def prefill(
   Args:
     weights: Weights made by `split_layers`.
     cache: The pages.
-    chunk: Tokens of prompts without their last token.
+    chunk: Tokens of prompts; those without their last token, if only the pages are needed.
     options: Options of the program; static.
 
   Returns:
-    The pages with the keys and values of the chunk.
+    The pages with the keys and values of the chunk; the hidden states after the last layer.
   """
   size, dtype = cache[0][0].shape[2], cache[0][0].dtype
   is_first = jnp.asarray(chunk.segment_ids) == 1
@@ -109,7 +116,8 @@ def read_again(
     return parts.Partial(*(x.reshape(1, -1, *x.shape[2:]) for x in found))
 
   both = list(zip(own, prompts, strict=True))
-  return [of_rows for of_rows, _ in _read(weights, both, pieces, write, before, options)]
+  written, _ = _read(weights, both, pieces, write, before, options)
+  return [of_rows for of_rows, _ in written]
 
 
 def _read(
@@ -119,7 +127,7 @@ def _read(
   write: Callable[[_LayerCache, Array, Array], _LayerCache],
   before: Callable[..., Partial],
   options: ProgramOptions,
-) -> list[_LayerCache]:
+) -> tuple[list[_LayerCache], Float[Array, "n 1 D"]]:
   """Feeds many tokens at once to the model, and writes their keys and values into a cache.
 
   Args:
@@ -132,7 +140,7 @@ def _read(
     options: Options of the program; static.
 
   Returns:
-    What the last `write` returned of each layer.
+    What the last `write` returned of each layer; the hidden states after the last layer.
   """
   products = _prefill_products(options)
   config, positions = options.config, jnp.asarray(taken.positions)
@@ -162,7 +170,7 @@ def _read(
     with precision.scope(options.matmul_precision):
       x, own, _ = layers.block(layer, x, *angles[kind.rope], attend, **settings)
     written.append(own)
-  return written
+  return written, x
 
 
 def _before(
@@ -297,10 +305,19 @@ def decode_step(
     x, of_rows, _ = layers.block(layer, x, *angles[kind.rope], attend, **settings)
     written.append(of_rows)
   x = layers.norm(x, weights.final_norm, **settings)[:, 0]
-  layout = "vd" if config.tie_embeddings else "dv"
-  # The same product as in the trainer's logprobs, in the same precision on every platform.
-  logits = reference.dot(x.astype(options.products.compute_dtype), weights.head, head_layout=layout)
-  return logits, written
+  return logits_of(weights, x, options), written
+
+
+def logits_of(
+  weights: SamplerWeights, hidden: Float[Array, "n D"], options: ProgramOptions
+) -> Float[Array, "n V"]:
+  """Returns logits of hidden states after the final norm.
+
+  The same product as in the trainer's logprobs, in the same precision on every platform.
+  """
+  layout = "vd" if options.config.tie_embeddings else "dv"
+  hidden = hidden.astype(options.products.compute_dtype)
+  return reference.dot(hidden, weights.head, head_layout=layout)
 
 
 def _drawn(

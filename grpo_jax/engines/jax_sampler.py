@@ -14,7 +14,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ from grpo_jax.engines import (
 from grpo_jax.engines.continuous_batching import ContinuousBatcher, Programs, Stats, caches
 from grpo_jax.engines.generate_call import GenerateCall
 from grpo_jax.engines.options import USUAL_ROWS
+from grpo_jax.engines.weight_readings import Reading, WaitingReadings
 from grpo_jax.engines.weight_sync import SyncedWeights, WeightSync
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
@@ -161,6 +162,7 @@ class JaxSampler:
     self._sync_bytes: int | None = None
     self._version = -1
     self._arrived: list[GenerateCall] = []
+    self._readings = WaitingReadings()
     self._in_flight: list[GenerateCall] = []
     self._is_working = False
     self._is_closed = False
@@ -268,7 +270,7 @@ class JaxSampler:
       RuntimeError: Completions are unfinished.
     """
     with self._lock:
-      if self._arrived or not all(call.is_over for call in self._in_flight):
+      if self._arrived or self._readings or not all(call.is_over for call in self._in_flight):
         raise RuntimeError("weights cannot be released while completions are unfinished")
       self._weights = None
       if current_chip().platform == "cpu":
@@ -304,6 +306,22 @@ class JaxSampler:
     if self._warn_of_truncation:
       self._warn(requests)
     return self._stream(requests, on_progress)
+
+  def read(self, reading: Reading) -> Future[Any]:
+    """Has the weights read something between two chunks; returns what the function returns.
+
+    Args:
+      reading: Function (weights, options) that runs in the worker's thread, on the devices of the
+        sampler.
+
+    Raises:
+      RuntimeError: No weights were loaded, or the engine was closed.
+    """
+    with self._lock:
+      self._check_ready()
+      found = self._readings.add(reading)
+      self._begin_work()
+    return found
 
   def close(self) -> None:
     """Fails the calls in flight, waits for the worker (one chunk at most), frees the weights."""
@@ -341,9 +359,7 @@ class JaxSampler:
     with self._lock:
       self._check_ready()
       self._arrived.append(call)
-      if not self._is_working:
-        self._is_working = True
-        self._executor.submit(self._work)
+      self._begin_work()
     # Closed explicitly: a caller that leaves the loop early must not compute on until collected.
     stream = call.stream()
     try:
@@ -352,19 +368,31 @@ class JaxSampler:
     finally:
       await stream.aclose()
 
+  def _begin_work(self) -> None:
+    """Starts the worker unless it runs; the lock is held."""
+    if not self._is_working:
+      self._is_working = True
+      self._executor.submit(self._work)
+
   def _work(self) -> None:
     """Runs in the worker thread until nothing is left to do."""
     while True:
       with self._lock:
         arrived, self._arrived = self._arrived, []
         self._in_flight = [c for c in self._in_flight if not c.is_over] + arrived
-        if self._is_closed or not self._in_flight:
+        if self._is_closed or not (self._in_flight or self._readings):
           self._is_working = False
           closed_upon, self._in_flight = self._in_flight, []
           break
         weights, version, options = self._weights, self._version, self._options
         calls = list(self._in_flight)
+        readings = self._readings.take(self._sizes.rows)
       assert weights is not None  # `_check_ready` checked it; only `close` removes them later.
+      for reading in readings:
+        with self._at_home():
+          reading(weights, options)
+      if not calls:
+        continue
       try:
         session = self._session_for(options)
         with self._at_home():
@@ -376,8 +404,11 @@ class JaxSampler:
           self._in_flight = []
         for call in calls:
           call.fail(error)
+    closed = RuntimeError("the engine was closed")
     for call in closed_upon:
-      call.fail(RuntimeError("the engine was closed"))
+      call.fail(closed)
+    if self._is_closed:
+      self._readings.fail(closed)
 
   def _session_for(self, options: sampler_inputs.ProgramOptions) -> ContinuousBatcher:
     """Returns the current session; a new one if it is idle and its options have changed."""

@@ -50,6 +50,14 @@ def test_encode_adds_nothing_and_decode_gives_it_back(folder):
   assert tokenizer.decode([2]) == "" and tokenizer.decode([2], skip_special=False) == "<|im_end|>"
 
 
+def test_tokens_that_are_part_of_a_character_have_their_bytes(folder):
+  tokenizer = load(folder)
+  ids = tokenizer.encode("é 🙂 the answer�")
+  pieces = [tokenizer.token_bytes(token) for token in ids.tolist()]
+  assert b"".join(pieces) == "é 🙂 the answer�".encode() and pieces[:2] == [b"\xc3", b"\xa9"]
+  assert tokenizer.token_bytes(2) == b"<|im_end|>"
+
+
 def test_chat_template_begins_the_assistants_turn(folder):
   tokenizer = load(folder)
   ids = tokenizer.apply_chat_template([{"role": "user", "content": "the"}])

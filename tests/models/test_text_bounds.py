@@ -5,9 +5,10 @@ import json
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import AddedToken, models, normalizers, pre_tokenizers
+import transformers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from grpo_jax.models.chat import text_bounds
+from grpo_jax.models.chat import text_bounds, token_bytes
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}
@@ -63,6 +64,13 @@ PIECES = ("a", "ab", " ", "    ", "\u03b1\u0313\u0301\u0345", "é", "🙂", "aaa
 
 def described(tokenizer):
   return json.loads(tokenizer.to_str())
+
+
+def test_entries_of_a_byte_fallback_vocabulary_have_their_bytes():
+  backend = byte_fallback()
+  backend.decoder = decoders.ByteFallback()
+  made = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+  assert token_bytes.of_token(made, 0xC3) == b"\xc3" and token_bytes.of_token(made, 257) == b"a"
 
 
 @pytest.mark.parametrize("name", CERTAIN)

@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from grpo_jax.models.chat import token_bytes
+
 # If characters may vanish (stripped blanks, unknown words as one token), a text counts as too long
 # only far above the bound.
 UNSAFE_FACTOR = 16
@@ -136,11 +138,4 @@ def _covers_all(description: Mapping[str, Any]) -> bool:
     return True
   parts = (*_steps(description.get("normalizer")), *_steps(description.get("pre_tokenizer")))
   is_byte_level = any(step.get("type") == "ByteLevel" for step in parts)
-  return is_byte_level and all(letter in known for letter in _byte_letters())
-
-
-def _byte_letters() -> list[str]:
-  """Returns GPT-2's printable substitutes for the 256 bytes."""
-  printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-  others = (byte for byte in range(256) if byte not in printable)
-  return [*map(chr, printable), *(chr(256 + n) for n, _ in enumerate(others))]
+  return is_byte_level and token_bytes.letters().keys() <= known
