@@ -25,7 +25,7 @@ CAUGHT = {
   "environments/toolbox/schemas.py": {"_TooLarge"},
   "models/chat/tool_calls.py": {"_CallError"},
   "models/chat/untrusted_json.py": {"JsonError"},
-  "serving/requests.py": {"RequestError"},
+  "serving/request_errors.py": {"RequestError"},
   "serving/session.py": {"EngineFailed"},
   "environments/reward_model.py": {"TooLong"},
   "environments/scoring/failures.py": {"EndpointError"},

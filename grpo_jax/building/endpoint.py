@@ -14,9 +14,11 @@ from typing import Any
 from grpo_jax import data
 from grpo_jax.building import named_code, online, stored, stored_engine
 from grpo_jax.config import base as defaults
-from grpo_jax.config import command_line, configuration, run_options
+from grpo_jax.config import batching_options, command_line, configuration, run_options
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.config.options import Config
+from grpo_jax.engines.given_tokens import GivenTokenScorer
+from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.engines.options import USUAL_ROWS
 from grpo_jax.environments.base import Endpoint
 from grpo_jax.errors import ExpectedFailure
@@ -25,6 +27,7 @@ from grpo_jax.rollouts.turn_sampling import request_seed
 from grpo_jax.serving.policy_server import PolicyServer
 from grpo_jax.serving.request_scheduling import ImmediateScheduler
 from grpo_jax.serving.session import ServedPolicy, Session
+from grpo_jax.serving.terms import RequestDecides
 
 _log = logging.getLogger(__name__)
 
@@ -171,17 +174,21 @@ def _policy(
   """Reads tokenizer and weights, and compiles the sampler."""
   opened = stored_engine.open_weights(config, weights, stack)
   engine = stored_engine.start(config, opened, stack, stop=stop)
+  assert isinstance(engine, JaxSampler)  # `_prepared` says so.
   tokenizer = opened.tokenizer
   try:
     settings = run_options.evaluation_sampling(config)
     sampling = online.sampling_params(settings, tokenizer=tokenizer, model=weights.model)
-    longest = run_options.limits(config).max_tokens
+    sampling = dataclasses.replace(sampling, logprobs="full")  # as those of given tokens.
+    longest = batching_options.longest_sequence(config)
   except ValueError as error:
     raise ConfigError(str(error)) from error
   return ServedPolicy(
     scheduler=ImmediateScheduler(engine),
     tokenizer=tokenizer,
     sampling=sampling,
+    terms=RequestDecides(),
     max_tokens=longest,
     tool_form=data.tool_form_of(tokenizer),
+    scorer=GivenTokenScorer(engine, max_length=longest),
   )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 USAGE = """\
-Serves a model on this machine as OpenAI's API does, to try agents by hand.
+Serves a model on this machine as OpenAI's API does, to try and to evaluate it.
 
   grpo-jax serve --model=MODEL [--port=N] [--key=KEY] [--config=CONFIG]
                  [--config.SECTION.FIELD=VALUE …]
@@ -31,7 +31,7 @@ Serves a model on this machine as OpenAI's API does, to try agents by hand.
              that is installed. Without it, that of the run, or the defaults with 4096 tokens.
   --base     model that a run began with, if it is elsewhere now.
 
-A request's own temperature, top_p and seed have no effect, as in training: docs/serving.md.
+A request's own temperature, top_p, seed, n … count, unlike in training: docs/serving.md.
 Ctrl-C ends it.
 
 Example:

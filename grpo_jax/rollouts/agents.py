@@ -26,6 +26,7 @@ from grpo_jax.rollouts.turn_sampling import TurnSampler, request_seed
 from grpo_jax.serving.policy_server import PolicyServer
 from grpo_jax.serving.request_scheduling import PATIENCE_S, ImmediateScheduler, RoundScheduler
 from grpo_jax.serving.session import ServedPolicy, Session
+from grpo_jax.serving.terms import RunDecides
 from grpo_jax.serving.turns import SampledTurn
 from grpo_jax.types import FinishReason, Prompt
 
@@ -96,6 +97,7 @@ class Agents:
       scheduler=scheduler,
       tokenizer=tokenizer,
       sampling=self._turns.sampling,
+      terms=RunDecides(),
       max_tokens=self._turns.max_tokens,
       tool_form=tool_form_of(tokenizer),
     )
@@ -210,11 +212,8 @@ def _end(attempt: Attempt, session: Session) -> None:
   attempt.count(
     endpoint_requests=float(counts.requests),
     endpoint_refused=float(counts.refused),
-    endpoint_ignored_options=float(len(counts.ignored)),
     endpoint_tokens_left_out=float(sampled - sum(len(turn.generation.token_ids) for turn in chain)),
   )
-  if counts.ignored:
-    _warn_of_ignored(tuple(sorted(counts.ignored)))
   if session.mistake:
     attempt.fail(EnvironmentFailure("endpoint", session.mistake))
   elif attempt.error and chain and session.is_out_of_room:
@@ -243,15 +242,6 @@ def _adopt(attempt: Attempt, chain: Sequence[SampledTurn]) -> None:
       attempt.add_observation(written)
     attempt.add_sampled(turn.generation)
     place = turn.prompt_length + len(turn.generation.token_ids)
-
-
-@functools.cache
-def _warn_of_ignored(options: tuple[str, ...]) -> None:
-  _log.warning(
-    "the options in an agent's requests have no effect, because the run's"
-    " sampling options decide how the policy samples: %s",
-    ", ".join(options),
-  )
 
 
 class _Progress:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 from aiohttp import web
 
-from grpo_jax.serving.requests import RequestError
+from grpo_jax.serving.request_errors import RequestError
 
 HEADERS_S = 20.0  # time for the headers of a request to arrive, in seconds.
 IDLE_S = 75.0  # time that a connection may be open after an answer, in seconds.

@@ -22,7 +22,8 @@ from aiohttp import web
 from grpo_jax.environments.base import Endpoint
 from grpo_jax.serving import answers, requests
 from grpo_jax.serving.connections import Connection, Listener
-from grpo_jax.serving.requests import RequestError, RequestOptions
+from grpo_jax.serving.request_errors import RequestError
+from grpo_jax.serving.request_fields import RequestOptions
 from grpo_jax.serving.session import ENDINGS, EngineFailed, Session
 
 MAX_BODY = 16 << 20  # bytes of a request.
@@ -35,10 +36,12 @@ LARGE_BODIES = 8  # of all sessions together.
 
 _log = logging.getLogger(__name__)
 
-Shape = Callable[..., Any]  # (answer, options, *, model, created, decode) → the body of an answer.
+# Writes an answer: (answers, options, *, model, created, token_bytes) → its body, or its events.
+Shape = Callable[..., Any]
 # Reads a request for a session → its options, the function that samples, the shape of the answer.
 Reader = Callable[
-  [Session, dict[str, Any]], tuple[RequestOptions, Callable[[], Awaitable[answers.Answer]], Shape]
+  [Session, dict[str, Any]],
+  tuple[RequestOptions, Callable[[], Awaitable[list[answers.Answer]]], Shape],
 ]
 
 
@@ -147,7 +150,7 @@ class PolicyServer:
         options,
         model=self._model,
         created=int(time.time()),
-        decode=client.session.decode_token,
+        token_bytes=client.session.token_bytes,
       )
       return await _sent(request, found)
 
@@ -237,7 +240,7 @@ class PolicyServer:
 
 def _chat(
   session: Session, body: dict[str, Any]
-) -> tuple[RequestOptions, Callable[[], Awaitable[answers.Answer]], Shape]:
+) -> tuple[RequestOptions, Callable[[], Awaitable[list[answers.Answer]]], Shape]:
   asked = requests.read_chat(body)
   shape = answers.chat_events if asked.options.is_stream else answers.chat
   return asked.options, session.chat(asked), shape
@@ -245,7 +248,7 @@ def _chat(
 
 def _complete(
   session: Session, body: dict[str, Any]
-) -> tuple[RequestOptions, Callable[[], Awaitable[answers.Answer]], Shape]:
+) -> tuple[RequestOptions, Callable[[], Awaitable[list[answers.Answer]]], Shape]:
   asked = requests.read_text(body)
   shape = answers.text_events if asked.options.is_stream else answers.text
   return asked.options, session.complete(asked), shape

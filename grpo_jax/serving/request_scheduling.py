@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from grpo_jax.engines.base import Generation, GenerationRequest
-from grpo_jax.serving.requests import RequestError
+from grpo_jax.serving.request_errors import RequestError
 
 PATIENCE_S = 1.0  # a round begins without a conversation that has been silent this long.
 

@@ -12,34 +12,40 @@ import functools
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from grpo_jax.data.tokenizer import Tokenizer
-from grpo_jax.engines.base import Generation, GenerationRequest, SamplingParams
+from grpo_jax.engines.base import GenerationRequest, GivenScores, SamplingParams
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.models.chat import tool_calls
 from grpo_jax.models.chat.template import Tool
-from grpo_jax.serving import requests, turns
-from grpo_jax.serving.answers import Answer, Finish
+from grpo_jax.serving import completions, requests, turns
+from grpo_jax.serving.answers import Answer
+from grpo_jax.serving.completions import ToolForm
+from grpo_jax.serving.request_errors import RequestError
+from grpo_jax.serving.request_fields import RequestOptions
 from grpo_jax.serving.request_scheduling import RequestScheduler
-from grpo_jax.serving.requests import (
-  ChatRequest,
-  Message,
-  RequestError,
-  RequestOptions,
-  TextRequest,
-)
+from grpo_jax.serving.requests import ChatRequest, Message, TextRequest
+from grpo_jax.serving.terms import Terms
 from grpo_jax.serving.turns import SampledTurn, TurnIndex
 from grpo_jax.types import FinishReason
 
 _log = logging.getLogger(__name__)
 
-ToolForm = str | tool_calls.CallParser
+_Result = TypeVar("_Result")
 # Exceptions that end what is in progress, in our code or in that of a client library.
 ENDINGS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
+
+
+@runtime_checkable
+class Scorer(Protocol):
+  """Scores tokens that are given; see `engines.given_tokens.GivenTokenScorer`."""
+
+  async def score(
+    self, ids: Int[np.ndarray, " _"], temperatures: Float[np.ndarray, " _"]
+  ) -> GivenScores: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,15 +54,20 @@ class ServedPolicy:
 
   scheduler: RequestScheduler
   tokenizer: Tokenizer
-  sampling: SamplingParams  # `max_tokens` bounds a completion.
+  sampling: SamplingParams  # of requests that do not say otherwise.
+  terms: Terms  # what requests may ask.
   max_tokens: int | None  # bound of prompt and completion; None: no bound here.
   tool_form: ToolForm | None  # how the model writes tool calls; None: they are not parsed.
+  scorer: Scorer | None = None  # None: the terms grant nothing that needs one.
 
-  def room(self, tokens: int) -> int:
+  def granted(self, wanted: RequestOptions, *, prompts: int = 1) -> RequestOptions:
+    """Returns the options with which a request is answered; see `Terms.granted`."""
+    return self.terms.granted(wanted, self.sampling, prompts=prompts)
+
+  def room(self, tokens: int, options: RequestOptions) -> int:
     """Returns how many tokens a completion may have after a prompt of `tokens`."""
-    if self.max_tokens is None:
-      return self.sampling.max_tokens
-    return min(self.sampling.max_tokens, self.max_tokens - tokens)
+    most = self.sampling.max_tokens if options.max_tokens is None else options.max_tokens
+    return most if self.max_tokens is None else min(most, self.max_tokens - tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +94,6 @@ class Counts:
 
   requests: int = 0
   refused: int = 0  # answered with an error of the client.
-  ignored: set[str] = dataclasses.field(default_factory=set)  # options that had no effect.
 
 
 class EngineFailed(Exception):
@@ -149,45 +159,71 @@ class Session:
     """Longest prompt and completion together, in tokens; None: no bound here."""
     return self._policy.max_tokens
 
-  def decode_token(self, token_id: int) -> str:
-    """Returns the text of one token, special or not."""
-    return self._policy.tokenizer.decode([token_id], skip_special=False)
+  def token_bytes(self, token_id: int) -> bytes:
+    """Returns the text of one token, special or not, in UTF-8."""
+    return self._policy.tokenizer.token_bytes(token_id)
 
-  def chat(self, request: ChatRequest) -> Callable[[], Awaitable[Answer]]:
-    """Reads a conversation; returns a function that samples the answer, once.
+  def chat(self, request: ChatRequest) -> Callable[[], Awaitable[list[Answer]]]:
+    """Reads a conversation; returns a function that samples the answers, once.
 
     Raises:
       RequestError: The request cannot be served; also raised by the function.
     """
+    options = self._policy.granted(request.options)
     keys = turns.keys_of(request)
-    asked = self._extended(request, keys) or self._rendered(request)
+    asked = None if options.is_repeatable else self._extended(request, keys)
+    asked = asked or self._rendered(request)
     conversation = _Conversation(
       key=keys[-1],
       messages=len(request.messages),
       answers=sum(message["role"] == "assistant" for message in request.messages),
       tools=request.tools if request.reads_calls else (),
     )
-    return functools.partial(self._chat, asked, request.options, conversation)
+    return functools.partial(self._chat, asked, options, conversation)
 
-  async def _chat(self, asked: _Asked, options: RequestOptions, before: _Conversation) -> Answer:
-    turn = await self._sample(asked, options)
-    parsed, finish = self._parsed(before, turn.generation, options)
-    turn.messages, turn.reasoning = before.messages, parsed.reasoning
-    turn.key = turns.key_with_answer(before.key, parsed.content, parsed.calls)
-    self._keep(turn, asked)
-    return self._answer(turn, asked, _assistant(parsed), finish)
+  async def _chat(
+    self, asked: _Asked, options: RequestOptions, before: _Conversation
+  ) -> list[Answer]:
+    answers, policy = [], self._policy
+    for turn, scores in await self._sample_all([asked], options):
+      parsed, finish = completions.parsed(
+        turn.generation,
+        policy.tokenizer,
+        form=policy.tool_form,
+        tools=before.tools,
+        earlier=before.answers,
+        keeps_stop=options.keeps_stop,
+      )
+      turn.messages, turn.reasoning = before.messages, parsed.reasoning
+      turn.key = turns.key_with_answer(before.key, parsed.content, parsed.calls)
+      self._keep(turn, asked)
+      answers.append(_answer(turn, asked, completions.message(parsed), finish, scores))
+    return answers
 
-  def complete(self, request: TextRequest) -> Callable[[], Awaitable[Answer]]:
+  def complete(self, request: TextRequest) -> Callable[[], Awaitable[list[Answer]]]:
     """Reads a request to `/v1/completions`; see `chat`."""
-    asked = self._continued(request.prompt)
-    text = request.prompt if isinstance(request.prompt, str) else None
-    return functools.partial(self._complete, asked, request.options, text)
+    options = self._policy.granted(request.options, prompts=len(request.prompts))
+    asked = [self._continued(prompt, options) for prompt in request.prompts]
+    return functools.partial(self._complete, asked, options, request.prompts)
 
-  async def _complete(self, asked: _Asked, options: RequestOptions, text: str | None) -> Answer:
-    turn = await self._sample(asked, options)
-    content = self._content(turn.generation, options)
-    self._keep(turn, asked, text="" if text is None else text + content)
-    return self._answer(turn, asked, {"content": content}, _finish(turn.generation))
+  async def _complete(
+    self,
+    asked: Sequence[_Asked],
+    options: RequestOptions,
+    prompts: Sequence[str | tuple[int, ...]],
+  ) -> list[Answer]:
+    answers, tokenizer = [], self._policy.tokenizer
+    for number, (turn, scores) in enumerate(await self._sample_all(asked, options)):
+      one, prompt = asked[number // options.choices], prompts[number // options.choices]
+      written = completions.content(turn.generation, tokenizer, keeps_stop=options.keeps_stop)
+      is_text = isinstance(prompt, str)
+      if len(turn.generation.token_ids):
+        self._keep(turn, one, text=f"{prompt}{written}" if is_text else "")
+      if options.echoes:
+        written = (prompt if is_text else tokenizer.decode(prompt, skip_special=False)) + written
+      finish = completions.finish(turn.generation)
+      answers.append(_answer(turn, one, {"content": written}, finish, scores))
+    return answers
 
   def _keep(self, turn: SampledTurn, asked: _Asked, *, text: str = "") -> None:
     if forgotten := self._turns.keep(turn, asked.ids, text=text):
@@ -248,7 +284,7 @@ class Session:
       is_same = number < len(trusted) and message["content"] == trusted[number]
       yield {**message, "content": trusted[number]} if is_same else message
 
-  def _continued(self, prompt: str | tuple[int, ...]) -> _Asked:
+  def _continued(self, prompt: str | tuple[int, ...], options: RequestOptions) -> _Asked:
     """Returns the prompt of a request to `/v1/completions`."""
     tokenizer = self._policy.tokenizer
     if not isinstance(prompt, str):
@@ -259,7 +295,7 @@ class Session:
         )
       ids = np.asarray(prompt, np.int32)
       return _Asked(ids, self._turns.begun_by(ids))
-    turn = self._turns.begun_by_text(prompt)
+    turn = None if options.is_repeatable else self._turns.begun_by_text(prompt)
     if turn is not None:
       before = turn.token_ids
       more = self._encoded(prompt[turn.characters :], used=len(before))
@@ -291,46 +327,72 @@ class Session:
 
   # --- sampling ---
 
-  async def _sample(self, asked: _Asked, options: RequestOptions) -> SampledTurn:
-    """Samples the completion of a prompt; the turn is not kept yet.
+  async def _sample_all(
+    self, prompts: Sequence[_Asked], options: RequestOptions
+  ) -> list[tuple[SampledTurn, GivenScores | None]]:
+    """Samples all completions of each prompt, and scores them if the answer has such logprobs.
 
     Raises:
-      RequestError: The prompt leaves no room, or the engine gave up on the request.
+      RequestError: A prompt leaves no room, or the engine gave up on the request.
       EngineFailed: The engine failed.
     """
-    self.counts.ignored |= {*options.ignored}
-    room, wanted = self._policy.room(len(asked.ids)), options.max_tokens
-    if room < 1:
-      raise self._too_long(f"{len(asked.ids)} tokens")
+    for asked in prompts:
+      if len(asked.ids) + (options.max_tokens != 0) > (self._policy.max_tokens or _ANY_LENGTH):
+        raise self._too_long(f"{len(asked.ids)} tokens")
     self.is_out_of_room = False
+    works = [self._scored(each, options, i) for each in prompts for i in range(options.choices)]
+    if len(works) == 1:
+      return [await works[0]]
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+      return await asyncio.gather(*tasks)
+    finally:
+      for task in tasks:
+        task.cancel()
+      await asyncio.gather(*tasks, return_exceptions=True)
+
+  async def _scored(
+    self, asked: _Asked, options: RequestOptions, choice: int
+  ) -> tuple[SampledTurn, GivenScores | None]:
+    turn = await self._sample(asked, options, choice)
+    if not options.needs_scores:
+      return turn, None
+    assert self._policy.scorer is not None, "the terms grant what nothing computes"
+    sampled = turn.generation.token_ids
+    own = self._sampling(options).temperature or 1.0  # that of the sampler's logprobs.
+    temperatures = np.repeat([1.0, own], [len(asked.ids) - 1, len(sampled)])
+    ids = np.concatenate([asked.ids, sampled])
+    return turn, await _of_engine(self._policy.scorer.score(ids, temperatures))
+
+  def _sampling(self, options: RequestOptions) -> SamplingParams:
+    """Returns how a request is sampled, without its `max_tokens`."""
     stops = (*self._policy.sampling.stop_strings, *self._stop_strings, *options.stop)
+    changes: dict[str, Any] = {**options.sampling, "stop_strings": tuple(dict.fromkeys(stops))}
+    return dataclasses.replace(self._policy.sampling, **changes)
+
+  async def _sample(self, asked: _Asked, options: RequestOptions, choice: int) -> SampledTurn:
+    """Samples a completion of a prompt; the turn is not kept yet. `_sample_all` has the errors."""
     number, self.counts.requests = self.counts.requests, self.counts.requests + 1
-    sampling = dataclasses.replace(
-      self._policy.sampling,
-      max_tokens=room if wanted is None else min(room, wanted),
-      stop_strings=tuple(dict.fromkeys(stops)),
-    )
-    with self._seeded(asked) as (seed, is_own):
+    name, room = f"{self._name}.{number}", self._policy.room(len(asked.ids), options)
+    depth = 0 if asked.parent is None else asked.parent.depth + 1
+    if not room:
+      nothing = completions.empty(name)
+      return SampledTurn(number, len(asked.ids), nothing, asked.parent, depth)
+    with self._seeded(asked, options.seed, choice) as (seed, is_own):
       asking = GenerationRequest(
-        request_id=f"{self._name}.{number}",
+        request_id=name,
         prompt_ids=asked.ids,
-        sampling=sampling,
+        sampling=dataclasses.replace(self._sampling(options), max_tokens=room),
         seed=seed,
         group=self._name.rpartition("#")[0],
       )
-      try:
-        generation = await self._policy.scheduler.sample(asking, of=self.number)
-      except (RequestError, *ENDINGS):
-        raise
-      except BaseException as error:
-        raise EngineFailed(error) from error
+      generation = await _of_engine(self._policy.scheduler.sample(asking, of=self.number))
       if generation.finish_reason is FinishReason.ABORT:
         raise RequestError("the engine gave up on the request", status=503, kind="server_error")
-    depth = 0 if asked.parent is None else asked.parent.depth + 1
     return SampledTurn(number, len(asked.ids), generation, asked.parent, depth, is_own)
 
   @contextlib.contextmanager
-  def _seeded(self, asked: _Asked) -> Iterator[tuple[int, bool]]:
+  def _seeded(self, asked: _Asked, wanted: int | None, choice: int) -> Iterator[tuple[int, bool]]:
     """Yields the seed of a request, and whether it is of the attempt's own conversation.
 
     The own conversation has the seeds of an ordinary one. The seeds of other requests depend on
@@ -340,14 +402,16 @@ class Session:
     """
     depth = 0 if asked.parent is None else asked.parent.depth + 1
     prompt = hashlib.blake2b(asked.ids.astype("<i4").tobytes(), digest_size=16).digest()
+    if wanted is not None:
+      yield _seed_of(f"{wanted}/{choice}/", prompt), False
+      return
     if asked.parent is not None:
       is_own = asked.parent.is_own and not self._asked[asked.parent]
     else:
       is_own = np.array_equal(asked.ids, self._first_ids) and not self._asked[prompt]
     seed = self._seed(depth)
     if not is_own:
-      key = f"{seed}/{self._asked[prompt]}".encode() + prompt
-      seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+      seed = _seed_of(f"{seed}/{self._asked[prompt]}", prompt)
     counted = (prompt, asked.parent)
     self._asked.update(counted)
     try:
@@ -355,45 +419,6 @@ class Session:
     except BaseException:
       self._asked.subtract(counted)
       raise
-
-  # --- what the client reads ---
-
-  def _parsed(
-    self, before: _Conversation, generation: Generation, options: RequestOptions
-  ) -> tuple[tool_calls.Parsed, Finish]:
-    """Returns the answer with its tool calls; malformed ones are in its content."""
-    content, form = self._content(generation, options), self._policy.tool_form
-    found = tool_calls.Parsed(content)
-    if before.tools and form is not None:
-      end = -1 if isinstance(generation.matched_stop, int) else None
-      whole = self._policy.tokenizer.decode(generation.token_ids[:end], skip_special=False)
-      first = before.answers * tool_calls.MAX_CALLS  # as in an ordinary conversation.
-      parsed = tool_calls.parse(whole, form, tools=before.tools, first_id=first)
-      if parsed.malformed:
-        found = dataclasses.replace(parsed, content=content, reasoning="")
-      elif parsed.calls or parsed.reasoning:
-        found = parsed
-    is_cut = generation.finish_reason is FinishReason.LENGTH
-    return found, "tool_calls" if found.calls and not is_cut else _finish(generation)
-
-  def _content(self, generation: Generation, options: RequestOptions) -> str:
-    """Returns the text of a completion, up to the stop string that ended it."""
-    content = self._policy.tokenizer.decode(generation.token_ids, skip_special=True)
-    stop = generation.matched_stop
-    if isinstance(stop, str) and not options.keeps_stop and stop in content:
-      return content[: content.index(stop)]
-    return content
-
-  def _answer(
-    self, turn: SampledTurn, asked: _Asked, message: Mapping[str, Any], finish: Finish
-  ) -> Answer:
-    return Answer(
-      name=turn.generation.request_id,
-      prompt_ids=asked.ids,
-      generation=turn.generation,
-      message=message,
-      finish=finish,
-    )
 
   def _too_long(self, length: str) -> RequestError:
     self.is_out_of_room = True
@@ -421,20 +446,41 @@ def _warn_of_new_chain(messages: Sequence[Message], reason: str) -> None:
 _WARNED: set[frozenset[str]] = set()
 
 
-def _assistant(parsed: tool_calls.Parsed) -> dict[str, Any]:
-  """Returns the message of an answer."""
-  message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
-  if parsed.reasoning:
-    message["reasoning_content"] = parsed.reasoning
-  if parsed.calls:
-    message |= {"content": parsed.content or None, "tool_calls": list(parsed.calls)}
-  if parsed.malformed:
-    message["malformed_tool_calls"] = [each.reason for each in parsed.malformed]
-  return message
+async def _of_engine(work: Awaitable[_Result]) -> _Result:
+  """Awaits something of the engine.
+
+  Raises:
+    RequestError: The engine cannot serve this request.
+    EngineFailed: The engine failed.
+  """
+  try:
+    return await work
+  except (RequestError, *ENDINGS):
+    raise
+  except BaseException as error:
+    raise EngineFailed(error) from error
 
 
-def _finish(generation: Generation) -> Finish:
-  return "length" if generation.finish_reason is FinishReason.LENGTH else "stop"
+def _seed_of(key: str, prompt: bytes) -> int:
+  digest = hashlib.blake2b(key.encode() + prompt, digest_size=8).digest()
+  return int.from_bytes(digest, "little") >> 1
+
+
+def _answer(
+  turn: SampledTurn,
+  asked: _Asked,
+  message: Mapping[str, Any],
+  finish: completions.Finish,
+  scores: GivenScores | None,
+) -> Answer:
+  return Answer(
+    name=turn.generation.request_id,
+    prompt_ids=asked.ids,
+    generation=turn.generation,
+    message=message,
+    finish=finish,
+    scores=scores,
+  )
 
 
 _ANY_LENGTH = 1 << 24  # tokens.

@@ -11,9 +11,11 @@ from grpo_jax.data.byte_tokenizer import ByteTokenizer
 from grpo_jax.engines import base
 from grpo_jax.engines.fake import FakeEngine
 from grpo_jax.engines.sglang import SGLangEngine
+from grpo_jax.serving.request_fields import RequestOptions
 from grpo_jax.serving.request_scheduling import ImmediateScheduler, RoundScheduler
-from grpo_jax.serving.requests import RequestOptions, TextRequest
+from grpo_jax.serving.requests import TextRequest
 from grpo_jax.serving.session import ServedPolicy, Session
+from grpo_jax.serving.terms import RunDecides
 from grpo_jax.types import FinishReason
 from tests.engines import sglang_fixtures, tiny
 from tests.engines.sglang_fixtures import decode
@@ -361,8 +363,8 @@ def test_turns_of_sessions_have_the_logprobs_of_the_model_after_all_tokens_befor
     policy.scheduler.join()
     try:
       for _ in range(2):
-        request = TextRequest(prompt=prompt, options=RequestOptions(has_token_ids=True))
-        answer = await session.complete(request)()
+        request = TextRequest(prompts=(prompt,), options=RequestOptions(has_token_ids=True))
+        (answer,) = await session.complete(request)()
         prompt = (*prompt, *map(int, answer.generation.token_ids), 5)
     finally:
       policy.scheduler.leave()
@@ -370,8 +372,14 @@ def test_turns_of_sessions_have_the_logprobs_of_the_model_after_all_tokens_befor
 
   async def all_of_them():
     sampling = base.SamplingParams(max_tokens=6)
-    options = {"tokenizer": Numbers(), "sampling": sampling, "max_tokens": 64, "tool_form": None}
-    policy = ServedPolicy(scheduler=scheduler(engine), **options)
+    policy = ServedPolicy(
+      scheduler=scheduler(engine),
+      tokenizer=Numbers(),
+      sampling=sampling,
+      terms=RunDecides(),
+      max_tokens=64,
+      tool_form=None,
+    )
     try:
       return await asyncio.gather(*(converse(policy, number) for number in range(4)))
     finally:

@@ -16,6 +16,7 @@ from grpo_jax.rollouts.rollout import AttemptLimits, collect_sync
 from grpo_jax.serving.policy_server import PolicyServer
 from grpo_jax.serving.request_scheduling import ImmediateScheduler
 from grpo_jax.serving.session import ServedPolicy, Session
+from grpo_jax.serving.terms import RunDecides
 from grpo_jax.types import Prompt
 
 SAMPLING = SamplingParams(max_tokens=128, stop_ids=(END,))
@@ -101,6 +102,7 @@ def policy_of(engine, **fields) -> ServedPolicy:
     scheduler=ImmediateScheduler(engine),
     tokenizer=TOKENIZER,
     sampling=SAMPLING,
+    terms=RunDecides(),
     max_tokens=1024,
     tool_form="hermes",
   )

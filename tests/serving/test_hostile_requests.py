@@ -22,7 +22,7 @@ from made_agents import (
 from scripted_engine import TOKENIZER, ScriptedEngine
 
 from grpo_jax.engines.fake import FakeEngine
-from grpo_jax.serving import connections, policy_server, turns
+from grpo_jax.serving import completions, connections, policy_server, turns
 from grpo_jax.serving.session import Session
 
 CHAT = "/v1/chat/completions"
@@ -230,10 +230,10 @@ def test_few_large_bodies_are_held_at_the_same_time(keys, most, monkeypatch):
 
 
 def test_a_mistake_of_this_program_is_logged_once_by_kind_and_place(monkeypatch, caplog):
-  def fails(*_):
+  def fails(*_, **__):
     raise KeyError("secret words of a client")
 
-  monkeypatch.setattr(Session, "_parsed", fails)
+  monkeypatch.setattr(completions, "parsed", fails)
 
   async def run():
     async with served(words()) as (server, session, endpoint):
@@ -263,7 +263,7 @@ PLACES = {
   "finding": (turns, "keys_of"),
   "rendering": (type(TOKENIZER), "prompt"),
   "decoding": (type(TOKENIZER), "decode"),
-  "parsing": (Session, "_parsed"),
+  "parsing": (completions, "parsed"),
   "writing": (policy_server.answers, "chat"),
 }
 
@@ -301,14 +301,14 @@ def test_what_the_engine_raises_ends_the_run(error):
 
 
 def test_a_mistake_of_the_endpoint_costs_the_attempt_that_met_it(monkeypatch):
-  parsed = Session._parsed
+  keep = Session._keep
 
   def fails_once(session, *args):
     if session._name == "set:0:0#1":
       raise KeyError("nothing that a client could have done")
-    return parsed(session, *args)
+    return keep(session, *args)
 
-  monkeypatch.setattr(Session, "_parsed", fails_once)
+  monkeypatch.setattr(Session, "_keep", fails_once)
   statuses = []
 
   async def talk(post, prompt):

@@ -12,6 +12,7 @@ from grpo_jax.data.byte_tokenizer import END
 from grpo_jax.engines.fake import FakeEngine
 from grpo_jax.serving import policy_server
 from grpo_jax.serving.session import Session
+from grpo_jax.serving.terms import RequestDecides
 
 
 def words(text="word"):
@@ -62,7 +63,7 @@ def test_a_chat_completion_has_openais_form():
 
 def test_a_completion_of_text_has_openais_form():
   async def talk(post, session):
-    return await post("completions", prompt="a", logprobs=1, return_tokens_as_token_ids=True)
+    return await post("completions", prompt="a", logprobs=0, return_tokens_as_token_ids=True)
 
   status, answer = against(words("hi"), talk)
   assert status == 200 and answer["object"] == "text_completion"
@@ -146,6 +147,21 @@ WRONG = {
   "stop": ({**CHAT, "stop": [""]}, 400, "stop"),
   "alternatives": ({**CHAT, "logprobs": True, "top_logprobs": 3}, 400, "top_logprobs"),
   "stream": ({**CHAT, "stream": "yes"}, 400, "stream"),
+  "cold": ({**CHAT, "temperature": 0.1}, 400, "temperature"),
+  "narrow": ({**CHAT, "top_p": 0.5}, 400, "top_p"),
+  "few": ({**CHAT, "top_k": 5}, 400, "top_k"),
+  "likely": ({**CHAT, "min_p": 0.1}, 400, "min_p"),
+  "seed": ({**CHAT, "seed": 3}, 400, "seed"),
+  "least": ({**CHAT, "min_tokens": 3}, 400, "min_tokens"),
+  "one_call": (
+    {**CHAT, "tools": [TOOL], "parallel_tool_calls": False},
+    400,
+    "parallel_tool_calls",
+  ),
+  "two_limits": ({**CHAT, "max_tokens": 3, "max_completion_tokens": 4}, 400, "max_tokens"),
+  "of_prompt": ({**CHAT, "prompt_logprobs": 0}, 400, "prompt_logprobs"),
+  "chat_echo": ({**CHAT, "echo": True}, 400, "echo"),
+  "unknown": ({**CHAT, "typical_p": 0.5}, 400, "typical_p"),
   "too_long": ({"messages": [user("a" * 1024)]}, 400, "messages"),
   "much_too_long": ({"messages": [user("a" * 1_000_000)]}, 400, "messages"),
 }
@@ -160,6 +176,9 @@ def test_wrong_requests_are_refused_in_openais_form():
       found[name] = await post("chat/completions", **body)
     for name, prompt in [("outside", [999]), ("empty", ""), ("two", ["a", "b"]), ("bool", [True])]:
       found[f"prompt_{name}"] = await post("completions", prompt=prompt)
+    for name, value in [("echo", True), ("logprobs", 1), ("n", 2), ("best_of", 2)]:
+      found[name] = await post("completions", prompt="a", **{name: value})
+      assert found[name][1]["error"]["param"] == name
     assert session.counts.refused == len(found) and session.turns == []
     return found
 
@@ -170,34 +189,38 @@ def test_wrong_requests_are_refused_in_openais_form():
     assert error["param"] == param and error["type"] == "invalid_request_error", name
   for name in ("too_long", "much_too_long"):
     assert found[name][1]["error"]["code"] == "context_length_exceeded"
-  assert {status for name, (status, _) in found.items() if name.startswith("prompt_")} == {400}
+  assert {status for name, (status, _) in found.items() if name not in WRONG} == {400}
   assert engine.calls == []
 
 
-def test_what_changes_nothing_is_accepted_and_what_would_be_ignored_is_noted():
+def test_what_changes_nothing_is_accepted():
   engine = words()
   neutral = {
     "n": 1,
     "presence_penalty": 0,
     "frequency_penalty": 0.0,
-    "logit_bias": None,
+    "logit_bias": {},
     "response_format": {"type": "text"},
     "tool_choice": "auto",
+    "parallel_tool_calls": False,  # without tools.
     "user": "me",
     "metadata": {"a": "b"},
+    "seed": None,
+    # Of the run itself:
+    "temperature": 1,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0,
   }
-  own = {"temperature": 0.0, "top_p": 0.5, "seed": 3}
 
   async def talk(post, session):
-    status, _ = await post("chat/completions", **CHAT, **neutral)
-    assert status == 200 and session.counts.ignored == set()
-    status, _ = await post("chat/completions", **CHAT, **own, max_tokens=1_000_000)
-    assert status == 200
-    return session.counts.ignored
+    for fields in ({}, neutral, {"max_tokens": 1_000_000}):
+      status, answer = await post("chat/completions", **CHAT, **fields)
+      assert status == 200, answer
 
-  assert against(engine, talk) == {*own}
-  plain, changed = (call[0].sampling for call in engine.calls)
-  assert plain == changed
+  against(engine, talk)
+  plain, *others = (call[0].sampling for call in engine.calls)
+  assert [plain, plain] == others
 
 
 async def raw(endpoint, content, *, key=None, path="chat/completions"):
@@ -346,3 +369,40 @@ def test_prompts_of_token_ids_reach_the_engine_as_they_are():
 
   against(engine, talk)
   np.testing.assert_array_equal(engine.calls[0][0].prompt_ids, [5, 6, 7])
+
+
+def test_a_request_by_hand_is_sampled_as_it_says():
+  engine = words("hi")
+  own = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3, "max_tokens": 500}
+
+  async def talk(post, session):
+    status, answer = await post("completions", prompt=["a", [98, 99]], n=2, **own)
+    assert status == 200, answer
+    status, again = await post("completions", prompt=[98, 99], n=2, **own)
+    assert status == 200, again
+    return answer, again
+
+  answer, again = against(engine, talk, terms=RequestDecides())
+  assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+  assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 12, "total_tokens": 15}
+  found = [call[0] for call in engine.calls]
+  for request in found:
+    asked = {name: getattr(request.sampling, name) for name in own if name != "seed"}
+    assert asked == {name: value for name, value in own.items() if name != "seed"}
+  seeds = [request.seed for request in found]
+  assert len({*seeds[:4]}) == 4 and seeds[4:] == seeds[2:4]
+  assert [request.prompt_ids.tolist() for request in found[:3]] == [[97], [97], [98, 99]]
+
+
+def test_text_by_hand_continues_earlier_tokens_unless_it_is_to_be_repeatable():
+  engine = words("é")
+
+  async def talk(post, session):
+    await post("completions", prompt="a")
+    session._turns.begun_by_text("aé").generation.token_ids[:] = [1, 2, END]
+    for fields in ({}, {"seed": 1}, {"temperature": 0}):
+      await post("completions", prompt="aé", **fields)
+
+  against(engine, talk, terms=RequestDecides())
+  found = [call[0].prompt_ids.tolist() for call in engine.calls[1:]]
+  assert found[1] == found[2] == [*"aé".encode()] != found[0]

@@ -10,8 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.engines.base import SamplingParams
 from grpo_jax.environments.base import AnyFactory, Endpoint, StepResult
 from grpo_jax.environments.isolation import IsolatedEnvironment
+from grpo_jax.serving.request_errors import RequestError
+from grpo_jax.serving.request_fields import read_chat_options
+from grpo_jax.serving.terms import RunDecides
 from grpo_jax.types import Prompt
 
 # (body of a request, its headers) → status, JSON or text of the answer, headers
@@ -80,7 +84,7 @@ def says(value: Any, status: int = 200, **headers: str) -> Route:
 
 
 def policy(reply: Callable[[list[dict[str, Any]], list[dict[str, Any]]], Any]) -> Route:
-  """Returns the route of a policy.
+  """Returns the route of a policy; what a run would refuse is refused here, too.
 
   Args:
     reply: Function (messages, tools) → text of the answer, or a message with tool calls; a number
@@ -88,6 +92,10 @@ def policy(reply: Callable[[list[dict[str, Any]], list[dict[str, Any]]], Any]) -
   """
 
   def route(body, headers):
+    try:
+      RunDecides().granted(read_chat_options(body), SamplingParams(max_tokens=64))
+    except RequestError as error:
+      return error.status, error.body(), {}
     found = reply(body["messages"], body.get("tools") or [])
     if isinstance(found, int):
       return found, {"error": {"message": "too long", "code": "context_length_exceeded"}}, {}
