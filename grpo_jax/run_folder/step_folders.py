@@ -4,6 +4,7 @@
 disk a step is complete once its folder has its final name.
 """
 
+import contextlib
 import pathlib
 import shutil
 from collections.abc import Iterable, Mapping
@@ -60,7 +61,10 @@ class Folders(Protocol):
     ...
 
   def sizes(self, step: int) -> dict[str, int]:
-    """Returns the sizes of the files of an unfinished checkpoint in bytes, by name."""
+    """Returns the sizes of the files of an unfinished checkpoint in bytes, by name.
+
+    Locks and temporary files of other processes, which still write, may be among them or not.
+    """
     ...
 
   def entries(self, step: int, names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -135,8 +139,12 @@ class OnDisk:
 
   def sizes(self, step: int) -> dict[str, int]:
     folder = self.unfinished(step)
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+    found = {}
+    for path in sorted(folder.rglob("*")):
+      with contextlib.suppress(FileNotFoundError):  # gone meanwhile: of another process.
+        if path.is_file():
+          found[path.relative_to(folder).as_posix()] = path.stat().st_size
+    return found
 
   def entries(self, step: int, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     folder = self.unfinished(step)

@@ -20,7 +20,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.files import manifest
-from grpo_jax.run_folder import checkpoint_errors, checkpointing, orbax_noise, stored_steps
+from grpo_jax.run_folder import (
+  checkpoint_errors,
+  checkpointing,
+  orbax_noise,
+  step_folders,
+  stored_steps,
+)
 from grpo_jax.types import TrainState
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -624,3 +630,20 @@ def test_late_writes_of_a_failed_save_print_no_traceback(hook, monkeypatch):
     assert printed == [1]
   report(late, trace)
   assert printed == [1, 1], "the hook is given back"
+
+
+def test_a_lock_that_another_process_removes_meanwhile_does_not_fail_a_save(tmp_path, monkeypatch):
+  folders = step_folders.OnDisk(tmp_path)
+  folders.begin(1, "{}", 1)
+  lock = folders.unfinished(1) / "state" / "manifest.ocdbt.__lock"
+  lock.touch()
+  is_file = pathlib.Path.is_file
+
+  def seen_last(path):
+    found = is_file(path)
+    if path == lock:
+      path.unlink()
+    return found
+
+  monkeypatch.setattr(pathlib.Path, "is_file", seen_last)
+  assert folders.sizes(1) == {"info.json": 2} and not lock.exists()
