@@ -88,7 +88,7 @@ class RequestOptions:
   """The part of a request that chat and text completions have in common."""
 
   max_tokens: int | None = None  # None: as many as the run's options allow. 0: nothing is sampled.
-  sampling: Mapping[str, float] = dataclasses.field(default_factory=dict)  # some of SAMPLING.
+  sampling: Mapping[str, int | float] = dataclasses.field(default_factory=dict)  # some of SAMPLING.
   seed: int | None = None  # None: the session has its own seeds.
   choices: int = 1  # completions of each prompt.
   echoes: bool = False  # whether the answer begins with the prompt.
@@ -175,14 +175,14 @@ def _options(body: Mapping[str, Any], *, least_tokens: int = 1) -> RequestOption
   )
 
 
-def _sampling(body: Mapping[str, Any]) -> dict[str, float]:
+def _sampling(body: Mapping[str, Any]) -> dict[str, int | float]:
   """Returns the sampling options that a request has; a top_k of -1 is vLLM's for none."""
   found = {name: body[name] for name in SAMPLING if body.get(name) is not None}
   if found.get("top_k") == -1:
     found["top_k"] = 0
   for name, value in found.items():
     _check(name, value, _KINDS[name])
-  return found
+  return {name: value if name == "top_k" else float(value) for name, value in found.items()}
 
 
 def _max_tokens(body: Mapping[str, Any], least: int) -> int | None:
