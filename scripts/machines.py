@@ -19,7 +19,7 @@ import os
 import pathlib
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FILE = ROOT / "packages" / "grpo_plan" / "machines.json"
@@ -161,14 +161,18 @@ def _write(cell: Cell) -> None:
   stored = _stored() | {machines.key(cell): cell}
   order = [(m, n, t) for m in machines.MACHINES for n in machines.MODELS for t in machines.CONFIGS]
   before = json.loads(FILE.read_text()) if FILE.exists() else {"versions": {}}
-  content = {
-    "date": f"{datetime.date.today()}",
-    "versions": before["versions"] | compiling.versions(),
-    "cells": [dataclasses.asdict(stored[each]) for each in order if each in stored],
-  }
+  versions = before["versions"] | compiling.versions()
+  cells = [stored[each] for each in order if each in stored]
   temporary = FILE.with_suffix(f".{os.getpid()}")
-  temporary.write_text(json.dumps(content, indent=1) + "\n")
+  temporary.write_text(file_of(f"{datetime.date.today()}", versions, cells))
   temporary.replace(FILE)
+
+
+def file_of(date: str, versions: Mapping[str, str], cells: Iterable[Cell]) -> str:
+  """Returns the content of machines.json, a cell a line."""
+  lines = ",\n".join(json.dumps(dataclasses.asdict(cell)) for cell in cells)
+  head = json.dumps({"date": date, "versions": dict(versions)})
+  return f'{head[:-1]}, "cells": [\n{lines}\n]}}\n'
 
 
 if __name__ == "__main__":
