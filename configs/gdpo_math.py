@@ -3,7 +3,7 @@
     python -m grpo_jax.main --config=configs/gdpo_math.py --workdir=runs/gdpo_math \\
         --config.data.path=gsm8k_train.jsonl --config.evaluation.data.path=gsm8k_test.jsonl
 
-Without the paths the dataset comes from the Hugging Face hub (pip install datasets).
+Without the paths the dataset comes from the Hugging Face hub.
 The rewards are `env/math/reward/correct`, `format` (thoughts and answer in tags) and `integer`.
 Each is normalised within its group by itself, so that the easy ones do not hide the hard one. The
 paper (Liu et al. 2026, arXiv:2601.05242) compares this with a normalised sum of the three:

@@ -3,7 +3,7 @@
     python -m grpo_jax.main --config=configs/gsm8k.py --workdir=runs/gsm8k \\
         --config.data.path=gsm8k_train.jsonl --config.evaluation.data.path=gsm8k_test.jsonl
 
-Without the paths the dataset comes from the Hugging Face hub (pip install datasets).
+Without the paths the dataset comes from the Hugging Face hub.
 The reward has two components, logged apart: `env/math/reward/correct` and `env/math/reward/format`
 (an answer is in a box); `env/math/accuracy` is the share of right answers.
 """

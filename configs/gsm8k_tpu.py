@@ -2,8 +2,7 @@
 
     python -m grpo_jax.main --config=configs/gsm8k_tpu.py --workdir=runs/gsm8k_tpu
 
-The dataset comes from the Hugging Face hub (pip install datasets). notebooks/colab_tpu.ipynb does
-the same in Colab.
+The dataset comes from the Hugging Face hub. notebooks/colab_tpu.ipynb does the same in Colab.
 
 By the plan, never checked against a TPU (`grpo-jax plan --config=gsm8k_tpu --topology=v5e-1`,
 2026-11-28, jax 0.11.2, libtpu 0.0.48.1): an update takes 11.4 of the 15.75 GiB of a v5e, sampling

@@ -29,7 +29,7 @@
 # try:
 #   import grpo_jax
 # except ImportError:
-#   %pip install --quiet "grpo-jax[notebook,datasets,tpu] @ git+https://github.com/grpo-jax/grpo-jax"
+#   %pip install --quiet "grpo-jax[notebook,tpu] @ git+https://github.com/grpo-jax/grpo-jax"
 
 # %% [markdown]
 # ## Train

@@ -76,7 +76,7 @@ def test_a_cell_of_four_lines_installs_the_package_with_extras_that_exist(path):
 def test_colab_opens_a_notebook_on_the_device_that_its_extra_is_for(name, runtime, extra):
   made = json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text())["metadata"]
   assert (made["accelerator"], made["colab"]["gpuType"]) == runtime
-  assert f"grpo-jax[notebook,datasets,{extra}] @" in "".join(sources(ROOT / "notebooks" / name))
+  assert f"grpo-jax[notebook,{extra}] @" in "".join(sources(ROOT / "notebooks" / name))
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
