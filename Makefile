@@ -62,14 +62,14 @@ test-trackers: venv  ## Run the tests with wandb, mlflow, trackio and swanlab, i
 # servers run on Python 3.11, whatever nemo-gym says.
 ENVIRONMENTS = .venv-environments
 ENVIRONMENTS_PIP = $(ENVIRONMENTS)/bin/pip install --disable-pip-version-check --no-compile --no-deps
-test-environments: venv  ## Run the tests with environments of verifiers, NeMo Gym and OpenEnv.
+test-environments: venv  ## Run the tests with environments of verifiers, NeMo Gym and OpenEnv, and the openai package.
 	$(BIN)/python -m venv $(ENVIRONMENTS)
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$($(ENVIRONMENTS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/below.pth
 	@echo "Installing verifiers, nemo-gym and openenv into $(ENVIRONMENTS), 0.7 GB."
 	$(ENVIRONMENTS_PIP) -r constraints/environments.txt
 	test -d $(ENVIRONMENTS)/servers/nemo_gym || $(ENVIRONMENTS_PIP) --ignore-requires-python --target $(ENVIRONMENTS)/servers -r constraints/environments_servers.txt
 	test -d $(ENVIRONMENTS)/classic/verifiers || $(ENVIRONMENTS_PIP) --target $(ENVIRONMENTS)/classic -r constraints/environments_classic.txt
-	$(ENVIRONMENTS)/bin/python -m pytest -q -m environments tests/packages/grpo_environments/test_third_party.py $(ARGS)
+	$(ENVIRONMENTS)/bin/python -m pytest -q -m environments tests/packages/grpo_environments/test_third_party.py tests/serving/test_openai_package.py $(ARGS)
 	PYTHONPATH=$(ENVIRONMENTS)/classic $(ENVIRONMENTS)/bin/python -m pytest -q -m environments tests/packages/grpo_environments/test_third_party.py $(ARGS)
 
 test-gpu: $(VENV)/default  ## Run the tests that need an NVIDIA GPU of the Hopper generation.
