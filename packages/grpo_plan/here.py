@@ -7,7 +7,7 @@ Nothing here starts JAX or opens a device; `compilation.accelerators` finds them
 import dataclasses
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from grpo_jax.compilation import accelerators
 from grpo_jax.compilation.accelerators import Accelerators
@@ -63,15 +63,30 @@ def named() -> str:
 
 
 def _of_gpus(gpus: Accelerators, environment: Mapping[str, str]) -> Here:
-  visible = environment.get("CUDA_VISIBLE_DEVICES")
-  shown = len(gpus.names) if visible is None else len([x for x in visible.split(",") if x.strip()])
-  names = gpus.names[: max(shown, 1)]
+  names = _visible(gpus.names, environment.get("CUDA_VISIBLE_DEVICES"))
+  if not names:
+    hidden = accelerators.counted(gpus.names)
+    return Here(f"this machine has {hidden}, hidden by CUDA_VISIBLE_DEVICES", "cpu:1")
   chip = chips.of_kind(names[0]) if len({*names}) == 1 else None
   line = f"this machine has {accelerators.counted(names)}"
   line += f" (driver {gpus.driver})" if gpus.driver else ""
   if chip is None:
     return Here(f"{line}, for which there are no rates", None)
   return Here(line, f"{chip.name}:{min(len(names), topologies.MOST_GPUS)}", chip)
+
+
+def _visible(names: Sequence[str], wanted: str | None) -> Sequence[str]:
+  """Returns the GPUs that CUDA shows: the list ends at the first entry that is not one of them."""
+  if wanted is None:
+    return names
+  shown: list[str] = []
+  for entry in map(str.strip, wanted.split(",")):
+    by_uuid = entry.startswith(("GPU-", "MIG-"))  # of which no index is known.
+    index = len(shown) if by_uuid else int(entry) if entry.isdecimal() else -1
+    if not 0 <= index < len(names):
+      break
+    shown.append(names[index])
+  return shown
 
 
 def _of_tpus(tpus: Accelerators) -> Here:

@@ -47,9 +47,21 @@ def test_a_machine_is_planned_for_by_what_it_has(machine, platform, names, topol
   assert not names or names[0] in found.line
 
 
-def test_gpus_that_are_hidden_from_jax_do_not_count(machine):
-  machine("gpu", *["NVIDIA H100 80GB HBM3"] * 8)
-  assert here.found(environment={"CUDA_VISIBLE_DEVICES": "2,3"}).topology == "h100:2"
+@pytest.mark.parametrize(
+  ("visible", "topology"),
+  [("2,3", "h100:2"), ("0", "l4:1"), ("1,9,2", "h100:1"), ("GPU-8a", "l4:1"), ("0,1", None)],
+)
+def test_gpus_that_are_hidden_from_jax_do_not_count(machine, visible, topology):
+  machine("gpu", "NVIDIA L4", *["NVIDIA H100 80GB HBM3"] * 7)
+  assert here.found(environment={"CUDA_VISIBLE_DEVICES": visible}).topology == topology
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])
+def test_where_all_gpus_are_hidden_the_cpu_computes_and_the_line_says_why(machine, visible):
+  machine("gpu", *["NVIDIA L4"] * 2)
+  found = here.found(environment={"CUDA_VISIBLE_DEVICES": visible})
+  assert found.topology == "cpu:1"
+  assert found.line == "this machine has 2 x NVIDIA L4, hidden by CUDA_VISIBLE_DEVICES"
 
 
 def test_without_arguments_it_says_which_configs_fit_and_how(machine, capsys):
