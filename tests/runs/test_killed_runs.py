@@ -193,8 +193,12 @@ def test_a_run_that_is_stopped_at_every_moment_ends_bit_for_bit_like_an_unbroken
 def interrupt(command, workdir, reached):
   """Presses Ctrl-C, and checks that the run ends with a checkpoint of all its steps."""
   pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+  # Lines of the process before count only once this one has taken up the file, or lengthened it.
+  file = workdir / "metrics.jsonl"
+  state = lambda: (file.stat().st_size, file.stat().st_mtime_ns)
+  before = state()
   process = subprocess.Popen(**command, **pipes, start_new_session=True)
-  while process.poll() is None and not reached(workdir):
+  while process.poll() is None and (state() == before or not reached(workdir)):
     time.sleep(0.01)
   os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole process group.
   output, errors = process.communicate(timeout=120)
