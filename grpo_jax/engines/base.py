@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from grpo_jax.engines.options import SamplingOptions
+from grpo_jax.engines.prompt_scoring import Passage
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.types import FinishReason
 from grpo_jax.values import checked, options
@@ -22,6 +23,10 @@ OnProgress = Callable[[int, int, int], None]
 
 class EngineFailure(ExpectedFailure, RuntimeError):
   """An engine cannot continue, and cannot be restarted. What was learned is not affected."""
+
+
+class WrongWeights(EngineFailure):
+  """An engine does not sample from the weights that it was given."""
 
 
 _KINDS = {**options.kinds(SamplingOptions), "stop_ids": checked.several(checked.whole(low=0))}
@@ -184,6 +189,28 @@ class Engine(Protocol):
 
   def close(self) -> None:
     """Stops the engine and frees what it holds; calls in flight fail. May be called twice."""
+    ...
+
+
+@runtime_checkable
+class ScoresGiven(Protocol):
+  """An engine that can score tokens which are given; it is optional."""
+
+  def score_given(
+    self, passages: Sequence[Passage], *, source: str | None = None
+  ) -> dict[str, list[Float[np.ndarray, " _"]]]:
+    """Returns the logprobs of passages under the weights in use, at temperature 1; nats.
+
+    Completions may be under way. Called on the main thread.
+
+    Args:
+      passages: Sequences to score: of each of them the tokens from `first` on.
+      source: Name of the only part of the engine that is asked; None: all.
+
+    Returns:
+      For each part of the engine that has weights of its own, such as a server, by its name: the
+      logprobs of each passage. A part that does not answer is left out.
+    """
     ...
 
 

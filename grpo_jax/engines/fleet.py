@@ -10,10 +10,14 @@ import contextlib
 import logging
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+from jaxtyping import Float
+
 from grpo_jax.engines import probe
+from grpo_jax.engines.prompt_scoring import Passage
 from grpo_jax.engines.server import FleetError, FleetOptions, Server, ServerLost, WeightsVersion
 from grpo_jax.engines.server_process import ServerError, ServerProcess
 from grpo_jax.engines.sglang_client import Client
@@ -90,6 +94,30 @@ class Fleet:
     """
     self._weights, self._is_asleep, self.probe_difference = weights, False, 0.0
     await self._until(self._is_published)
+
+  async def score(
+    self, passages: Sequence[Passage], number: int | None = None
+  ) -> dict[int, list[Float[np.ndarray, " _"]]]:
+    """Returns the logprobs of passages at each server that has the newest weights, by its number.
+
+    A server that is lost meanwhile is left out: it is replaced, and proven before it is used.
+
+    Args:
+      passages: Sequences to score.
+      number: Number of the server among all servers of the run; None: all servers of this process.
+    """
+    chosen = [s for s in self.servers if s.is_up and not s.is_asleep and self._is_current(s)]
+    chosen = [s for s in chosen if number in (None, s.number)]
+    found = await asyncio.gather(*(s.score(passages) for s in chosen), return_exceptions=True)
+    scores = {}
+    for server, result in zip(chosen, found, strict=True):
+      if isinstance(result, ServerLost | FleetError):
+        server.doubt()
+      elif isinstance(result, BaseException):
+        raise result
+      else:
+        scores[server.number] = result
+    return scores
 
   async def sleep(self) -> None:
     """Has all servers free their memory until `publish`; nothing may be in flight."""

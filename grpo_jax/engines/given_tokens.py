@@ -9,6 +9,8 @@ import asyncio
 import dataclasses
 import functools
 from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +23,11 @@ from grpo_jax.compilation.programs import Program, abstract
 from grpo_jax.engines import decoding, kv_cache, scheduling
 from grpo_jax.engines.base import GivenScores
 from grpo_jax.engines.continuous_batching import NonFiniteLogits
-from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.engines.kv_cache import Cache
 from grpo_jax.engines.sampler_inputs import PrefillChunk, ProgramOptions
 from grpo_jax.engines.sampler_weights import SamplerWeights
 from grpo_jax.engines.scheduling import Slot
+from grpo_jax.engines.weight_readings import Reading
 from grpo_jax.models import layers
 
 MOST_ALTERNATIVES = 20  # most likely tokens that are found at each place.
@@ -44,10 +46,19 @@ class _Sizes:
 _SIZES = {"ring": _Sizes(128, 64, 1), "rows": _Sizes(512, 256, 4)}
 
 
+@runtime_checkable
+class ReadsWeights(Protocol):
+  """A sampler that lets others read its weights."""
+
+  def read(self, reading: Reading) -> "Future[Any]":
+    """Has a function read the weights between two chunks of decode steps."""
+    ...
+
+
 class GivenTokenScorer:
   """Scores sequences with the weights of a sampler."""
 
-  def __init__(self, sampler: JaxSampler, *, max_length: int):
+  def __init__(self, sampler: ReadsWeights, *, max_length: int):
     """Makes a scorer. Nothing is compiled before it is needed.
 
     Args:
@@ -75,8 +86,13 @@ class GivenTokenScorer:
     if len(ids) == 1:
       nothing = np.zeros((0, 0), np.float32)
       return GivenScores(np.zeros(0, np.float32), nothing.astype(np.int32), nothing)
-    reading = functools.partial(self._read, ids, temperatures)
-    return await asyncio.wrap_future(self._sampler.read(reading))
+    return await asyncio.wrap_future(self.begin(ids, temperatures))
+
+  def begin(
+    self, ids: Int[np.ndarray, " _"], temperatures: Float[np.ndarray, " _"]
+  ) -> "Future[GivenScores]":
+    """Begins to score a sequence of at least two tokens; see `score`."""
+    return self._sampler.read(functools.partial(self._read, ids, temperatures))
 
   def _read(
     self,

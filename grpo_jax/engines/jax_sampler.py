@@ -19,8 +19,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from grpo_kernels.attention import AUTOMATIC, Attention
 from grpo_kernels.implementations import current_chip
+from jaxtyping import Float
 
 from grpo_jax import registry
 from grpo_jax.compilation import host_memory, precision
@@ -28,8 +30,9 @@ from grpo_jax.compilation.programs import CompileJob
 from grpo_jax.engines import (
   base,
   cache_forms,
-  kv_cache,
+  given_tokens,
   sampler_inputs,
+  sampler_memory,
   sampler_weights,
   scheduling,
   stopping,
@@ -37,6 +40,7 @@ from grpo_jax.engines import (
 from grpo_jax.engines.continuous_batching import ContinuousBatcher, Programs, Stats, caches
 from grpo_jax.engines.generate_call import GenerateCall
 from grpo_jax.engines.options import USUAL_ROWS
+from grpo_jax.engines.prompt_scoring import Passage
 from grpo_jax.engines.weight_readings import Reading, WaitingReadings
 from grpo_jax.engines.weight_sync import SyncedWeights, WeightSync
 from grpo_jax.models.config import ModelConfig
@@ -141,7 +145,7 @@ class JaxSampler:
       matmul_precision=precision.resolve(matmul_precision, compute_dtype),
       attention=attention,
     )
-    self._sizes = _sizes(
+    self._sizes = sampler_memory.sizes_for(
       max_rows,
       self._options,
       prompt_tokens,
@@ -166,6 +170,7 @@ class JaxSampler:
     self._in_flight: list[GenerateCall] = []
     self._is_working = False
     self._is_closed = False
+    self._given_tokens: given_tokens.GivenTokenScorer | None = None  # None: nothing was scored.
     self.stats = Stats()
 
   @property
@@ -323,6 +328,25 @@ class JaxSampler:
       self._begin_work()
     return found
 
+  def score_given(
+    self, passages: Sequence[Passage], *, source: str | None = None
+  ) -> dict[str, list[Float[np.ndarray, " _"]]]:
+    """Returns the logprobs of passages under the weights in use; see `base.ScoresGiven`.
+
+    Compiles a program the first time.
+
+    Raises:
+      NonFiniteLogits: The model's logits are not finite.
+      RuntimeError: No weights were loaded, or the engine was closed.
+    """
+    del source  # there is only one.
+    if self._given_tokens is None:
+      self._given_tokens = given_tokens.GivenTokenScorer(self, max_length=self._max_length)
+    begin = self._given_tokens.begin
+    waiting = [begin(p.tokens, np.ones(len(p.tokens) - 1, np.float32)) for p in passages]
+    scores = [future.result().logprobs for future in waiting]
+    return {"sampler": [s[p.first - 1 :] for s, p in zip(scores, passages, strict=True)]}
+
   def close(self) -> None:
     """Fails the calls in flight, waits for the worker (one chunk at most), frees the weights."""
     with self._lock:
@@ -458,29 +482,6 @@ def _check_sizes(
     raise ValueError(
       f"num_valid_tokens must be in [1, vocab_size = {config.vocab_size}], got {num_valid_tokens}"
     )
-
-
-def _sizes(
-  max_rows: int,
-  options: sampler_inputs.ProgramOptions,
-  prompt_tokens: int | None,
-  completion_tokens: int | None,
-  *,
-  long_prompts: int | None,
-  whole_caches: bool,
-) -> scheduling.SamplerSizes:
-  """Returns the sizes of the caches: fixed if the longest prompt and completion are planned."""
-  if prompt_tokens is None or completion_tokens is None:
-    return scheduling.unplanned(max_rows, form=options.form)
-  return scheduling.planned(
-    max_rows,
-    prompt_tokens=prompt_tokens,
-    completion_tokens=completion_tokens,
-    long_prompts=long_prompts or -(-max_rows // options.group),
-    token_bytes=kv_cache.token_bytes(options),
-    form=options.form,
-    whole_caches=whole_caches,
-  )
 
 
 def make(

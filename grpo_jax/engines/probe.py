@@ -17,7 +17,7 @@ from jaxtyping import Float
 
 from grpo_jax import processes
 from grpo_jax.compilation import precision
-from grpo_jax.engines.base import EngineFailure
+from grpo_jax.engines.base import WrongWeights
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
@@ -27,10 +27,6 @@ from grpo_jax.rl.logprobs import sequence_logprobs
 LENGTH = 32  # length of the prompt, in tokens.
 # Largest difference of a token, in nats. TF32 has 3 bits more than bfloat16, therefore an eighth.
 TOLERANCES = {"float32": 3e-4, "tensorfloat32": 0.2, "default": 0.2, "bfloat16": 1.5}
-
-
-class WrongWeights(EngineFailure):
-  """A server does not sample from the weights that it reports."""
 
 
 def probe_ids(vocab_size: int) -> tuple[int, ...]:

@@ -98,3 +98,26 @@ def most_rows(part: SamplerPart, wanted: int, room: int) -> Rows:
   tried = [part.of(count, whole_caches=count > USUAL_ROWS) for count in counts]
   fitting = (rows for rows in tried if rows.caches + rows.program <= room)
   return next(fitting, tried[-1])
+
+
+def sizes_for(
+  max_rows: int,
+  options: ProgramOptions,
+  prompt_tokens: int | None,
+  completion_tokens: int | None,
+  *,
+  long_prompts: int | None,
+  whole_caches: bool,
+) -> scheduling.SamplerSizes:
+  """Returns the sizes of the caches: fixed if the longest prompt and completion are planned."""
+  if prompt_tokens is None or completion_tokens is None:
+    return scheduling.unplanned(max_rows, form=options.form)
+  return scheduling.planned(
+    max_rows,
+    prompt_tokens=prompt_tokens,
+    completion_tokens=completion_tokens,
+    long_prompts=long_prompts or -(-max_rows // options.group),
+    token_bytes=kv_cache.token_bytes(options),
+    form=options.form,
+    whole_caches=whole_caches,
+  )

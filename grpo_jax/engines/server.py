@@ -7,7 +7,7 @@ import logging
 import pathlib
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jaxtyping import Float
 
 from grpo_jax.engines import probe, served_adapter, sglang_messages
 from grpo_jax.engines.base import EngineFailure
+from grpo_jax.engines.prompt_scoring import Passage
 from grpo_jax.engines.server_process import LaunchOptions, ServerProcess
 from grpo_jax.engines.sglang_client import Client, Timeouts
 from grpo_jax.engines.sglang_options import SGLangOptions
@@ -28,6 +29,7 @@ _UNREADABLE = (
   ". If it cannot read the folder: engine.sglang.weights_folder has to be a folder that the"
   " servers' hosts see, too"
 )
+_SCORED_AT_ONCE = 8  # passages, so that a busy server still answers within its time-outs.
 _ASK_EVERY_S = 0.25  # time between two health checks of a server that starts.
 
 
@@ -96,7 +98,7 @@ class Server:
       adapter: Options of the adapters that it is given; None: it is given all weights.
     """
     self.index = index
-    self._number = index if number is None else number
+    self.number = index if number is None else number
     self._options = adapter
     self._is_stale = False  # whether it is paused with keys and values of older weights.
     self.process: ServerProcess | None = None
@@ -121,7 +123,7 @@ class Server:
 
   @property
   def name(self) -> str:
-    return f"server {self._number}" + (f" at {self._client.address}" if self._client else "")
+    return f"server {self.number}" + (f" at {self._client.address}" if self._client else "")
 
   def doubt(self) -> None:
     """Has its health checked now."""
@@ -310,7 +312,7 @@ class Server:
 
   async def _prove(self, weights: WeightsVersion, tolerance: float) -> float:
     ids = weights.probe_ids
-    name = f"probe-{self._number}-{weights.version}-{uuid.uuid4().hex}"
+    name = f"probe-{self.number}-{weights.version}-{uuid.uuid4().hex}"
     read = lambda answer: (
       sglang_messages.prompt_logprobs(answer, ids),
       sglang_messages.prompt_version(answer) if weights.adapter is None else None,
@@ -328,6 +330,39 @@ class Server:
       )
     expected = await asyncio.to_thread(jax.device_get, weights.probe_logprobs)
     return probe.check(found, np.asarray(expected), tolerance=tolerance, what=self.name)
+
+  async def score(self, passages: Sequence[Passage]) -> list[Float[np.ndarray, " _"]]:
+    """Returns the logprobs of passages under the weights that it was last proven to use; nats.
+
+    Raises:
+      ServerLost: The server does not answer, or has other weights by now.
+      FleetError: The server refuses.
+    """
+    version, adapter, places = self.version, self.adapter, asyncio.Semaphore(_SCORED_AT_ONCE)
+
+    async def one(passage: Passage) -> Float[np.ndarray, " _"]:
+      ids, first = passage.tokens.tolist(), passage.first
+      name = f"proof-{self.number}-{version}-{uuid.uuid4().hex}"
+      body = sglang_messages.prompt_body(ids, name, adapter=adapter, first=first)
+      read = lambda answer: (
+        sglang_messages.prompt_logprobs(answer, ids, first),
+        version if adapter else sglang_messages.prompt_version(answer),
+      )
+      limit = sglang_messages.prompt_answer_bytes(ids)
+      async with places:
+        found, reported = await self._answered(self.client.score(body, read=read, limit=limit))
+      if reported != version:
+        raise ServerLost(f"serves version {reported}, was given {version}: it was restarted")
+      return found
+
+    try:
+      async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(passage)) for passage in passages]
+    except* sglang_messages.Garbled as failures:
+      raise ServerLost(f"answers wrongly: {failures.exceptions[0]}") from None
+    except* (ServerLost, FleetError) as failures:
+      raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
 
   async def check_health(self) -> None:
     """Raises ServerLost unless the server answers and has the weights that it was given."""

@@ -21,7 +21,9 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from grpo_kernels.attention import AUTOMATIC, Attention
+from jaxtyping import Float
 
 from grpo_jax import processes, registry
 from grpo_jax.compilation import precision
@@ -39,6 +41,7 @@ from grpo_jax.engines.dispatch import CompletionJob, Dispatcher
 from grpo_jax.engines.fleet import Fleet
 from grpo_jax.engines.generate_call import GenerateCall
 from grpo_jax.engines.options import USUAL_ROWS
+from grpo_jax.engines.prompt_scoring import Passage
 from grpo_jax.engines.server import Adapter, FleetOptions, WeightsVersion
 from grpo_jax.engines.sglang_options import SGLangOptions
 from grpo_jax.http.background import BackgroundLoop
@@ -48,6 +51,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.processes import exchanges
 
 _log = logging.getLogger(__name__)
+_SERVER = "server "  # before its number: its name among those that score.
 
 
 class SGLangEngine:
@@ -179,6 +183,15 @@ class SGLangEngine:
     what = f"whether the servers have version {weights.version}"
     publish = lambda early: self._run(self._fleet.publish(weights), early)
     multihost.together(publish, what=what)
+
+  def score_given(
+    self, passages: Sequence[Passage], *, source: str | None = None
+  ) -> dict[str, list[Float[np.ndarray, " _"]]]:
+    """Returns the logprobs of passages at each server of this process; see `base.ScoresGiven`."""
+    self._check_open()
+    number = None if source is None else int(source.removeprefix(_SERVER))
+    found = self._run(self._fleet.score(passages, number))
+    return {f"{_SERVER}{number}": scores for number, scores in found.items()}
 
   def release(self) -> None:
     """Has the servers free their memory, if they share the trainer's devices."""

@@ -315,20 +315,29 @@ def _matched(reason: Mapping[str, Any]) -> int | str | None:
   return matched if is_known else None
 
 
-def prompt_body(ids: Sequence[int], name: str, *, adapter: str | None = None) -> dict[str, Any]:
-  """Returns the body that asks for the logprobs of a prompt's own tokens; see `generate_body`."""
+def prompt_body(
+  ids: Sequence[int], name: str, *, adapter: str | None = None, first: int = 1
+) -> dict[str, Any]:
+  """Returns the body that asks for the logprobs of a prompt's own tokens; see `generate_body`.
+
+  Args:
+    ids: Token ids.
+    name: Name of the request.
+    adapter: Name of the adapter; None: the server's own weights.
+    first: Index of the first token whose logprob is needed; at least 1.
+  """
   return {
     "input_ids": [int(i) for i in ids],
     "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
     "return_logprob": True,
-    "logprob_start_len": 0,
+    "logprob_start_len": first - 1,  # the first entry has no logprob.
     "rid": name,
     **_named(adapter),
   }
 
 
-def prompt_logprobs(answer: Any, ids: Sequence[int]) -> Float[np.ndarray, " n"]:
-  """Reads the answer to `prompt_body`: the logprob of each id but the first, in nats.
+def prompt_logprobs(answer: Any, ids: Sequence[int], first: int = 1) -> Float[np.ndarray, " n"]:
+  """Reads the answer to `prompt_body`: the logprob of each id from `first` on, in nats.
 
   Raises:
     Garbled: The logprobs are missing, not finite or positive, or belong to other ids.
@@ -337,8 +346,10 @@ def prompt_logprobs(answer: Any, ids: Sequence[int]) -> Float[np.ndarray, " n"]:
   with _garbled("input_token_logprobs does not hold [logprob, id, ...]"):
     found = [_integer(entry[1]) for entry in entries]
     logprobs = _logprobs(entries[1:])
-  if found != [int(i) for i in ids]:
-    raise Garbled(f"logprobs were requested for {[*ids]}, came for {found!s:.300}")
+  wanted = [int(i) for i in ids[first - 1 :]]
+  # SGLang reports the last id of the vocabulary as 0.
+  if len(found) != len(wanted) or any(f not in (w, 0) for f, w in zip(found, wanted, strict=True)):
+    raise Garbled(f"logprobs were requested for {wanted!s:.300}, came for {found!s:.300}")
   _check_logprobs(logprobs)
   return logprobs
 

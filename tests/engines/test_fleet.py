@@ -4,14 +4,17 @@ import asyncio
 import sys
 import time
 
+import numpy as np
 import psutil
 import pytest
 
 from grpo_jax import engines
 from grpo_jax.engines import server_process, sglang_servers
 from grpo_jax.engines.fleet import Fleet
-from grpo_jax.engines.server import FleetError, FleetOptions, Server
+from grpo_jax.engines.prompt_scoring import Passage
+from grpo_jax.engines.server import FleetError, FleetOptions, Server, WeightsVersion
 from grpo_jax.engines.sglang_options import SGLangOptions
+from grpo_jax.http.failures import Refused, Unanswered
 from grpo_jax.models import lora
 from tests import side_by_side
 from tests.engines import sglang_fixtures, tiny
@@ -109,6 +112,56 @@ def test_an_error_of_our_own_stops_the_run_instead_of_hanging_it(make, monkeypat
   with make(addresses=("http://127.0.0.1:9",)) as engine:
     with pytest.raises(ZeroDivisionError, match="a bug"):
       load(engine)
+
+
+class Scores:
+  """A client of a server that scores: each token as its id, or in another way."""
+
+  address = "http://a"
+
+  def __init__(self, version="4", wrong=None):
+    self.version, self.wrong, self.asked = version, wrong, []
+
+  async def score(self, body, *, read, limit):
+    self.asked.append(body)
+    if isinstance(self.wrong, Exception):
+      raise self.wrong
+    ids = body["input_ids"][body["logprob_start_len"] :]
+    entries = [[None if at == 0 else -float(i), i, None] for at, i in enumerate(ids)]
+    meta = {"input_token_logprobs": self.wrong or entries, "weight_version": self.version}
+    return read({"meta_info": meta})
+
+
+@pytest.mark.parametrize(
+  "broken",
+  [
+    Scores(wrong=Unanswered("timed out")),
+    Scores(wrong=Refused("answered 500", status=500)),
+    Scores(wrong=[[None, 3, None]]),
+    Scores(version="3"),
+  ],
+  ids=["silent", "refuses", "garbled", "restarted"],
+)
+def test_all_servers_score_passages_and_those_that_do_not_are_looked_at(broken):
+  passages = [Passage(np.asarray([3, 1, 2, 5]), 2), Passage(np.asarray([4, 9]), 1)]
+  clients = [Scores(), broken, Scores()]
+
+  async def score(number=None):
+    fleet = Fleet(FleetOptions(addresses=("a", "b", "c", "d"), first=5), None)
+    for server, client in zip(fleet.servers, clients, strict=False):
+      server._client, server.is_up, server.version = client, True, 4
+    fleet.servers[3].is_up = False
+    fleet._weights = WeightsVersion(4, None, (), None)
+    found = await fleet.score(passages, number)
+    return found, [server.is_doubted for server in fleet.servers]
+
+  found, doubted = asyncio.run(score())
+  assert doubted == [False, True, False, False]
+  assert {name: [x.tolist() for x in own] for name, own in found.items()} == {
+    5: [[-2.0, -5.0], [-9.0]],
+    7: [[-2.0, -5.0], [-9.0]],
+  }
+  assert list(asyncio.run(score(7))[0]) == [7]
 
 
 @pytest.mark.parametrize("moments", range(5))

@@ -294,6 +294,14 @@ def test_logprobs_of_a_prompt_are_those_of_all_ids_but_the_first():
   assert messages.prompt_logprobs(reply, [5, 6, 7]).tolist() == [-1.5, -2.5]
 
 
+def test_logprobs_are_asked_for_from_a_token_on():
+  assert messages.prompt_body([5, 6, 7, 8], "x", first=2)["logprob_start_len"] == 1
+  reply = prompt_answer([None, 6, None], [-1.5, 7, None], [-2.5, 0, None])
+  assert messages.prompt_logprobs(reply, [5, 6, 7, 8], 2).tolist() == [-1.5, -2.5]
+  with pytest.raises(messages.Garbled, match=r"requested for \[5, 6, 7, 8\], came for"):
+    messages.prompt_logprobs(reply, [5, 6, 7, 8], 1)
+
+
 @pytest.mark.parametrize(
   ("reply", "message"),
   [
