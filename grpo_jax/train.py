@@ -114,6 +114,8 @@ def learn_all(run: TrainingRun, now: RunState, keeper: Keeper, stop: Any) -> Run
         minibatches = run.score(now.state, batch)
 
       # --- 4. learn: one or more optimizer steps on the batch ---
+      with run.timer.span("sync"):
+        run.before_sync(now.state, groups, is_learned=bool(minibatches))
       with run.timer.span("learn"):
         run.make_room()  # the engine's copies of the weights, unless it samples meanwhile.
       with run.timer.span("monitor"):

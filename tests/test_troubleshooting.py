@@ -34,7 +34,7 @@ from grpo_jax.compilation import accelerators, compiling, programs
 from grpo_jax.config import command_line, configuration
 from grpo_jax.config.configuration import typed
 from grpo_jax.data.byte_tokenizer import ByteTokenizer
-from grpo_jax.engines import fleet, launching, merge_rounding, probe, server
+from grpo_jax.engines import fleet, launching, merge_rounding, probe, server, sync_proof
 from grpo_jax.engines.base import SamplingParams, mismatch_warning
 from grpo_jax.environments.base import SingleTurn
 from grpo_jax.files import disk, installed
@@ -270,6 +270,14 @@ def _(given):
   yield error_of(asyncio.run, bury(lost, 3))
   served, expected = np.full(5, -1.0), np.full(5, -2.0)
   yield error_of(probe.check, served, expected, tolerance=3e-4, what=Lost(0).name)
+  old, new = np.full((20, 50), -1.0), np.full((20, 50), -1.0) + np.linspace(-0.1, 0.1, 50)
+  evidence = sync_proof.Evidence(12, (), list(old), list(new))
+  stale, weak = (
+    sync_proof.prove(list(said), evidence, before=None, undecided=sync_proof.Undecided())
+    for said in (old, old + np.random.default_rng(0).normal(size=old.shape))
+  )
+  yield sync_proof.message("server 0", stale, evidence, is_initial=False)
+  yield sync_proof.why_unknown(evidence, [weak])
 
 
 @producer("The mismatch is high")

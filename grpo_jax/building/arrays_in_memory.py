@@ -87,6 +87,7 @@ PROGRAMS = {
   "sampling": lambda arrays: arrays.sampling,
   "score": lambda arrays: arrays.sampling,
   "teacher": lambda arrays: arrays.sampling,
+  "proof of new weights": lambda arrays: arrays.sampling,
   "watch": lambda arrays: arrays.initial,
   "update": lambda arrays: arrays.sums,  # the sum to which gradients are added in place.
   "optimizer": lambda arrays: arrays.sums,

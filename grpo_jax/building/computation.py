@@ -18,7 +18,7 @@ from grpo_kernels.truncation import Truncation
 from jax.sharding import Mesh
 
 from grpo_jax.batching import layout, packing
-from grpo_jax.building import weights_spec
+from grpo_jax.building import sync_check, weights_spec
 from grpo_jax.compilation import precision
 from grpo_jax.compilation.programs import CompileJob, Program
 from grpo_jax.config import (
@@ -98,6 +98,8 @@ class Computation:
     measure: Programs that measure the adapter; None: every weight is trained.
     has_weights: Whether the batches of an update have the weights of completions, because weights
       other than 1 are expected.
+    score_served: Scorer that proves new weights at the engine; see `sync_check`. None: they are not
+      proven.
   """
 
   config: Config
@@ -122,6 +124,7 @@ class Computation:
   teacher: Teacher | None = None
   measure: adapters.AdapterMonitor | None = None
   has_weights: bool = False
+  score_served: Program | None = None
 
   @property
   def shardings(self) -> Any:
@@ -162,6 +165,11 @@ class Computation:
     """Whether completions of advantage 0 are not computed, since they add nothing to the loss."""
     adds_something = self.objective.acts_without_advantage or self.estimator.needs_whitening
     return self.config.batching.skip_zero_advantage and not adds_something
+
+  @property
+  def proof_shape(self) -> packing.Shape:
+    """Shape of the microbatches of a proof of new weights: the smallest with the longest rows."""
+    return min(self.shapes, key=lambda shape: (-shape.row_tokens, shape.places))
 
   @property
   def trainable_shardings(self) -> Any:
@@ -215,6 +223,9 @@ class Computation:
       found.append(self.copy.job(self.full))
     if self.measure is not None:
       found += self.measure.jobs(weights)
+    if self.score_served is not None:
+      batch = layout.described(self.proof_shape, sharding.of_rows(self.mesh))
+      found.append(self.score_served.job(weights, batch, detail=_detail(self.proof_shape)))
     found.append(self.initialize.job(state.params))
     found += export.jobs(self.full, self.model, dtype=config.export.dtype)
     return found + self._gather_jobs() + self._credit_jobs()
@@ -248,12 +259,7 @@ class Computation:
       **fields: Optional fields of a batch; see `layout.described`.
     """
     rows = sharding.of_rows(self.mesh)
-    return {
-      f"{shape.rows} × {shape.row_tokens} ({shape.loss_tokens})": layout.described(
-        shape, rows, **fields
-      )
-      for shape in self.shapes
-    }
+    return {_detail(shape): layout.described(shape, rows, **fields) for shape in self.shapes}
 
   def _gather_jobs(self) -> list[CompileJob]:
     """Returns the compilations of what is fetched; [] if this process has every part of it."""
@@ -284,6 +290,10 @@ class Computation:
         has_weights=self.has_weights,
       )
     return found
+
+
+def _detail(shape: packing.Shape) -> str:
+  return f"{shape.rows} × {shape.row_tokens} ({shape.loss_tokens})"
 
 
 def make(
@@ -383,6 +393,7 @@ def make(
     teacher=None if teacher is None else make_teacher(config, teacher, mesh),
     measure=None if adapter is None else adapters.AdapterMonitor(adapter.scale),
     has_weights=has_weights,
+    score_served=sync_check.make_scorer(config, model, mesh),
   )
 
 

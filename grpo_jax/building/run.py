@@ -21,6 +21,7 @@ from grpo_jax.building import (
   policy_model,
   preparing,
   restoring,
+  sync_check,
 )
 from grpo_jax.building.computation import Computation
 from grpo_jax.building.groups import make_stream
@@ -78,6 +79,7 @@ class TrainingRun:
     [TrainState, Sequence[Minibatch], Callable[[], None]],
     tuple[TrainState, Metrics, train_step.MicrobatchLogprobs],
   ]
+  sync_check: sync_check.SyncCheck | None  # proves new weights at the engine; None: nothing does.
   make_room: Callable[[], None]  # for the gradients, where the engine is.
   settles_first: bool  # groups under way are finished before the optimizer step, not after it.
   evaluate: Callable[[TrainState], dict[str, float]]
@@ -101,16 +103,30 @@ class TrainingRun:
       self.stream.settle(has_learned=False)
     keeper.consume()
 
+  def before_sync(
+    self, state: TrainState, groups: Sequence[RolloutGroup], *, is_learned: bool
+  ) -> None:
+    """Prepares the proof of the weights that are about to be learned, while the engine is there.
+
+    Raises:
+      EngineFailure: The engine does not answer, on this or another process.
+    """
+    if self.sync_check is not None:
+      self.sync_check.begin(self.policy.weights(state.params), groups, is_learned=is_learned)
+
   def sync(self, state: TrainState) -> None:
     """Gives the engine the weights of a state, from which it samples from now on.
 
     Raises:
-      EngineFailure: The engine could not load the weights, on this or another process.
+      EngineFailure: The engine could not load the weights, or samples from others, on this or
+        another process.
     """
     self.stream.settle(has_learned=True)
     full, version = self.policy.full(state.params), int(state.step)
     load = lambda _: self.engine.load_weights(full, version=version)
     multihost.together(load, what=f"the engines' weights of version {version}")
+    if self.sync_check is not None:
+      self.sync_check.finish(self.policy.weights(state.params), version)
 
 
 def build(
@@ -227,6 +243,10 @@ def _bind(
   )
   stack.callback(groups.close)
   timer = timing.Timer(waited=processes.waited_s)
+  scorer = dataclasses.replace(loaded.scorer, shapes=(made.proof_shape,))
+  proof = sync_check.make(
+    config, loaded.engine, scorer, made.score_served, begins_new=start.step == 0
+  )
   return TrainingRun(
     schedule=schedule,
     policy=policy,
@@ -248,11 +268,12 @@ def _bind(
       reference=_reference_update(config, made),
       measure=made.measure,
     ),
+    sync_check=proof,
     make_room=_nothing if ahead_options.is_ahead(config) else loaded.engine.release,
     settles_first=config.learn.epochs * config.learn.minibatches == 1,
     evaluate=_evaluating(inputs, policy, parts, logger, timer, start),
     publish=_publishing(inputs, loaded, logger),
-    recorder=_recorder(inputs, loaded, parts, groups, logger, timer, first_step=start.step),
+    recorder=_recorder(inputs, loaded, parts, groups, logger, timer, proof, first_step=start.step),
     checkpoints=checkpoints,
     logger=logger,
     timer=timer,
@@ -366,6 +387,7 @@ def _recorder(
   groups: GroupStream,
   logger: loggers.Logger,
   timer: timing.Timer,
+  proof: sync_check.SyncCheck | None,
   *,
   first_step: int,
 ) -> StepRecorder:
@@ -382,6 +404,7 @@ def _recorder(
       groups.metrics,
       functools.partial(_as_perf, inputs.environments.metrics),
       loaded.engine.metrics,
+      *([] if proof is None else [proof.metrics]),
     ),
     rank=parts.rank,
     by_dataset=data_options.has_several(inputs.config),

@@ -42,6 +42,7 @@ from grpo_jax.run_folder import sinks
 from grpo_jax.values import options
 
 # Fields that hold a path, in any section: path, prompt_file, weights_folder, ...
+_PROOF_TOKENS = 4096  # of a step, with servers.
 _PATH_FIELD = re.compile(
   r"(^|[._])(path|paths|file|files|folder|directory|dir|python|fallback|chat_template|dataset)"
   r"(\[\d+\])?$"
@@ -341,6 +342,16 @@ def limits(config: Config) -> rollout.AttemptLimits:
     agent_concurrency=config.rollout.agent_concurrency,
     max_error_share=config.rollout.max_error_share,
   )
+
+
+def proof_tokens(config: Config) -> int:
+  """Returns the tokens of a proof that the engine has the new weights; 0: nothing is proven."""
+  if modes.is_offline(config):
+    return 0
+  tokens = config.engine.proof_tokens
+  if tokens is None:
+    return _PROOF_TOKENS if config.engine.name == "sglang" else 0
+  return tokens
 
 
 def sampler_sizes(config: Config) -> dict[str, Any]:

@@ -34,6 +34,13 @@ class EngineOptions:
     " samples on the devices of the mesh",
     checked.several(checked.whole(low=0), least=1, none=True),
   )
+  proof_tokens: int | None = option(
+    None,
+    "tokens of a step's completions by which the engine is proven to sample from the new weights;"
+    " 0: it is not. None: 4096 with servers; 0 with the embedded sampler, which copies the"
+    " trainer's own arrays",
+    checked.whole(low=0, none=True),
+  )
   options: Mapping[str, Any] = option({}, "further arguments of an engine of your own")
   sglang: SGLangOptions = section(SGLangOptions, "SGLang servers: docs/sglang.md")
 

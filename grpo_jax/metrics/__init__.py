@@ -71,8 +71,13 @@ def unknown(names: Iterable[str]) -> list[str]:
 
 
 def reproducible(values: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the values that a resumed run repeats exactly: those not of clock and machine."""
-  return {k: v for k, v in values.items() if not k.startswith(("time/", "perf/", "hosts/"))}
+  """Returns the values that a resumed run repeats exactly: those not of clock and machine.
+
+  Which steps have a proof of new weights (mismatch/sync_*) depends on what the last one cost.
+  """
+  patterns = ("time/*", "perf/*", "hosts/*", "mismatch/sync_*")
+  is_of_clock = lambda name: any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+  return {name: value for name, value in values.items() if not is_of_clock(name)}
 
 
 def parse_lines(text: str) -> tuple[list[dict[str, Any]], list[int]]:

@@ -379,6 +379,22 @@ METRICS: dict[str, Definition] = {
   "mismatch/probe_abs_logprob_max": Definition(
     "nats", "largest |trainer - server| of a fixed prompt, after the newest sync", "< 1e-3 float32"
   ),
+  "mismatch/sync_share": Definition(
+    "share",
+    "share of the newest update that the engine samples with, by its logprobs: 1 with the new"
+    " weights, 0 with the old ones; of the server that is furthest from 1, in steps with a proof",
+    "1 ± 6 errors",
+  ),
+  "mismatch/sync_share_error": Definition("share", "standard error of mismatch/sync_share"),
+  "mismatch/sync_proven": Definition(
+    "share", "1: every server was proven to have the new weights; 0: it is unclear", "1"
+  ),
+  "mismatch/sync_moved": Definition(
+    "nats", "root mean square by which the update moved the logprobs of a proof"
+  ),
+  "mismatch/sync_noise": Definition(
+    "nats", "root mean square of |trainer in float32 - engine| under the new weights"
+  ),
   "mismatch/token_mult_prob_error": Definition("factor", "mean exp(|trainer - engine|)", "< 1.05"),
   "mismatch/gen_kl_error": Definition("nats", "KL(engine to trainer), estimated", "< 1e-3"),
   "mismatch/policy_kl_error": Definition(
@@ -471,6 +487,9 @@ METRICS: dict[str, Definition] = {
     "count",
     "work of an environment's workers since the process started; hanging_attempts, hanging_calls:"
     " threads that block now in calls that were given up",
+  ),
+  "perf/sync_proof_s": Definition(
+    "s", "of the newest proof that the engine has the new weights; of the main process"
   ),
   "perf/sync_bytes": Definition(
     "bytes",

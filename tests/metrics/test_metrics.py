@@ -309,6 +309,7 @@ def test_no_pattern_of_the_table_hides_a_later_row():
 
 def test_what_clock_and_machine_decide_is_left_out_of_a_comparison():
   values = {"time/step_s": 1.0, "perf/tokens_per_s": 2.0, "train/loss": 3.0, "step": 4}
+  values |= {"mismatch/sync_share": 1.0}
   assert metrics.reproducible(values) == {"train/loss": 3.0, "step": 4}
 
 

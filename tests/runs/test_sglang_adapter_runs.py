@@ -105,6 +105,7 @@ def test_the_server_samples_from_what_is_trained_at_every_step(run):
   for step in steps:
     assert step["mismatch/abs_logprob_max"] <= 1e-4
     assert step["mismatch/probe_abs_logprob_max"] <= 1e-4
+  assert steps[0]["mismatch/sync_proven"] == steps[1]["mismatch/sync_proven"] == 1
   assert (steps[0]["engine/restarts"], steps[-1]["engine/restarts"]) == (0, 1)
 
 

@@ -78,6 +78,7 @@ def test_both_servers_sample_from_the_trainer_s_weights_of_each_step(runs):
   for step in steps:
     assert step["mismatch/abs_logprob_max"] <= 2e-4
     assert 0 < step["mismatch/probe_abs_logprob_max"] <= 2e-4
+    assert step["mismatch/sync_proven"] == 1
     assert step["engine/restarts"] == step["engine/retries"] == 0
   versions = [set(rollout["weight_versions"]) for rollout in rollouts_of(several_of)]
   per_step = PROMPTS * ATTEMPTS

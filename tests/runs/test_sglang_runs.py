@@ -121,7 +121,14 @@ def test_the_server_samples_from_the_trainer_s_weights_at_every_step(run):
   for step in steps_of(run):
     assert step["mismatch/abs_logprob_max"] <= 2e-4
     assert step["mismatch/probe_abs_logprob_max"] <= 2e-4
+    if "mismatch/sync_proven" in step:
+      assert step["mismatch/sync_proven"] == 1 and abs(step["mismatch/sync_share"] - 1) < 0.02
     assert step["engine/restarts"] == step["engine/retries"] == 0
+
+
+def test_the_first_updates_are_proven_to_have_arrived(run):
+  proven = [step["step"] for step in steps_of(run) if "mismatch/sync_proven" in step]
+  assert proven[:2] == [0, 1]  # later ones only if they are cheap beside the steps.
 
 
 def test_time_of_the_sync_is_reported_and_short(run):

@@ -70,7 +70,8 @@ def test_every_program_of_the_run_is_counted_or_known_to_be_small(run):
     arrays_in_memory.COPYING,
     arrays_in_memory.COPYING_ADAPTER,
     "teacher",
-  }  # of several hosts, or with one.
+    "proof of new weights",
+  }  # of several hosts, or with one, or with servers.
   needed = set(programs.PROGRAMS) - others
   assert {programs.program_of(name) for name in names} - {None} == needed
   for name in names:
@@ -103,6 +104,7 @@ def test_arrays_beside_each_program(keeps_caches, kept):
     "sampling": 1113,
     "score": 1113,
     "teacher": 1113,
+    "proof of new weights": 1113,
     "watch": 10013 + kept,
     "update": 100013 + kept,
     "optimizer": 100013 + kept,
