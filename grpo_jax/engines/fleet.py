@@ -76,6 +76,11 @@ class Fleet:
     """Addresses of the servers that are up."""
     return [server.client.address for server in self.servers if server.is_up]
 
+  def sync_times(self) -> dict[str, float]:
+    """Returns the seconds of each part of the newest sync, of the server that took longest."""
+    times = [server.sync_times for server in self.servers]
+    return {part: max(each[part] for each in times) for part in times[0]}
+
   async def start(self) -> None:
     """Begins to start all servers; returns at once."""
     self._tasks = [asyncio.create_task(self._keep(server)) for server in self.servers]

@@ -47,7 +47,6 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 
 _log = logging.getLogger(__name__)
-_SYNC_BYTES = "perf/sync_bytes"
 
 
 class JaxSampler:
@@ -163,7 +162,7 @@ class JaxSampler:
     self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jax_sampler")
     self._lock = threading.Lock()  # guards all below.
     self._weights: sampler_weights.SamplerWeights | None = None
-    self._sync_bytes: int | None = None
+    self._sync: dict[str, float] = {}  # what the newest sync took.
     self._version = -1
     self._arrived: list[GenerateCall] = []
     self._readings = WaitingReadings()
@@ -216,7 +215,7 @@ class JaxSampler:
 
   def _begin(self, made: SyncedWeights, version: int) -> None:
     """Samples from these weights from the next chunk on; the lock is held."""
-    self._options, self._weights, self._sync_bytes = made.options, made.weights, made.sync_bytes
+    self._options, self._weights, self._sync = made.options, made.weights, made.metrics()
     self._version = version
 
   def _check_open(self) -> None:
@@ -262,9 +261,8 @@ class JaxSampler:
     return jax.default_device(self._devices[0])
 
   def metrics(self) -> dict[str, float]:
-    """Returns what weights with an adapter have cost and lost; empty for other weights."""
-    synced = {} if self._sync_bytes is None else {_SYNC_BYTES: float(self._sync_bytes)}
-    return {**synced, **self._weight_sync.metrics()}
+    """Returns what the newest sync took, and what it lost of an adapter."""
+    return {**self._sync, **self._weight_sync.metrics()}
 
   def release(self) -> None:
     """Frees the copies of the weights until the next `load_weights`, and caches except on CPUs.

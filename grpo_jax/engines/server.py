@@ -2,12 +2,13 @@
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import logging
 import pathlib
 import time
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +25,9 @@ from grpo_jax.http.failures import Refused, Unanswered
 from grpo_jax.models import lora
 
 _log = logging.getLogger(__name__)
+
+# Metrics of what a server does at a sync, in seconds.
+LOAD, FLUSH, PROBE = "perf/sync_load_s", "perf/sync_flush_s", "perf/sync_probe_s"
 
 _UNREADABLE = (
   ". If it cannot read the folder: engine.sglang.weights_folder has to be a folder that the"
@@ -113,6 +117,7 @@ class Server:
     self.is_doubted = False  # a request failed there: its health is checked at once.
     self.woken = asyncio.Event()  # set when something has changed.
     self.lost_at: collections.deque[float] = collections.deque()
+    self.sync_times = {LOAD: 0.0, FLUSH: 0.0, PROBE: 0.0}  # of the newest `update`.
     self._client: Client | None = None
 
   @property
@@ -231,6 +236,7 @@ class Server:
       probe.WrongWeights: The server computes with other weights.
     """
     adapter = weights.adapter
+    self.sync_times = dict.fromkeys(self.sync_times, 0.0)
     if adapter is None:
       await self._load(weights.folder, str(weights.version))
       self._reported = str(weights.version)
@@ -240,7 +246,8 @@ class Server:
         self._base, self._reported = adapter.base, adapter.base_version
       await self._load_adapter(adapter.name, weights.folder)
       self._adapters[weights.version] = adapter.name
-    difference = await self._prove(weights, tolerance)
+    with self._timed(PROBE):
+      difference = await self._prove(weights, tolerance)
     self.version = weights.version
     self.adapter = adapter.name if adapter else None
     return difference
@@ -248,11 +255,13 @@ class Server:
   async def _load(self, folder: pathlib.Path, version: str) -> None:
     """Pauses the server, has it load all weights from a folder, and resumes it."""
     client = self.client
-    if self.is_asleep:
-      await self._answered(client.resume_weights())
-    await self._answered(client.pause())
+    with self._timed(FLUSH):
+      if self.is_asleep:
+        await self._answered(client.resume_weights())
+      await self._answered(client.pause())
     try:
-      await self._answered(client.load(str(folder), version))
+      with self._timed(LOAD):
+        await self._answered(client.load(str(folder), version))
     except FleetError as error:
       if sglang_messages.kept_its_cache(str(error)):  # what is stale may not be used.
         self._is_stale = True
@@ -260,10 +269,18 @@ class Server:
       await self._answered(client.resume())  # a server that others use continues as before.
       raise
     self._is_stale = False
-    if self.is_asleep:
-      await self._answered(client.resume_cache())
-      self.is_asleep = False
-    await self._answered(client.resume())
+    with self._timed(FLUSH):
+      if self.is_asleep:
+        await self._answered(client.resume_cache())
+        self.is_asleep = False
+      await self._answered(client.resume())
+
+  @contextlib.contextmanager
+  def _timed(self, part: str) -> Iterator[None]:
+    """Adds the time that the block takes to a part of the sync."""
+    began = time.monotonic()
+    yield
+    self.sync_times[part] += time.monotonic() - began
 
   async def _load_adapter(self, name: str, folder: pathlib.Path) -> None:
     """Has the server load an adapter beside those that it has.
@@ -273,7 +290,8 @@ class Server:
       FleetError: The server can load no adapter of this run.
     """
     try:
-      await self.client.load_adapter(name, str(folder))
+      with self._timed(LOAD):
+        await self.client.load_adapter(name, str(folder))
     except Unanswered as error:
       raise ServerLost(str(error)) from error
     except Refused as error:

@@ -16,7 +16,6 @@ import dataclasses
 import logging
 import math
 import pathlib
-import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -115,7 +114,7 @@ class SGLangEngine:
     self._fleet = Fleet(fleet, self._dispatcher)
     self._version = -1
     self._folder: pathlib.Path | None = None  # folder of that version.
-    self._times: dict[str, float] = {}
+    self._sync: dict[str, float] = {}  # what the newest sync took.
     self._reports: list[dict[str, float]] = []  # of all processes, with the newest weights.
     self._is_closed = False
     self._loop = BackgroundLoop("sglang")
@@ -147,9 +146,7 @@ class SGLangEngine:
       RuntimeError: The engine was closed.
     """
     self._check_open()
-    began = time.perf_counter()
     folder, adapter = self._write(params, version)
-    written = time.perf_counter()
     weights = WeightsVersion(
       version, folder, self._probe.ids, self._probe.logprobs(params), adapter
     )
@@ -160,11 +157,7 @@ class SGLangEngine:
     if previous is not None:
       discard = self._folders.discard_adapter if self._gives_adapters else self._folders.discard
       discard(previous)
-    self._times = {
-      "engine/export_s": written - began,
-      "engine/load_s": time.perf_counter() - written,
-      "engine/sync_bytes": float(self._folders.written_bytes),
-    }
+    self._sync = {**self._folders.written.metrics(), **self._fleet.sync_times()}
     self._reports = processes.exchange(self._report(), what="the metrics of the servers")
 
   def _write(self, params: Any, version: int) -> tuple[pathlib.Path, Adapter | None]:
@@ -251,7 +244,7 @@ class SGLangEngine:
   def _report(self) -> dict[str, float]:
     """Returns the measurements of this process."""
     return {
-      **self._times,
+      **self._sync,
       **self._merged_share.metrics(),
       "mismatch/probe_abs_logprob_max": self._fleet.probe_difference,
       "engine/restarts": float(self._fleet.restarts),

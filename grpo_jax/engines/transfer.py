@@ -13,6 +13,7 @@ import functools
 import os
 import pathlib
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -54,6 +55,63 @@ def fast_folder(needed: int, otherwise: pathlib.Path) -> pathlib.Path:
   return otherwise
 
 
+@dataclasses.dataclass(frozen=True)
+class Written:
+  """What it took to write a version.
+
+  Attributes:
+    bytes: Size of the tensors.
+    copied_bytes: Bytes of all copies that were made of them, the one in the file included.
+    gather_s: Seconds in which the writing waited for tensors.
+    write_s: The other seconds.
+  """
+
+  bytes: int = 0
+  copied_bytes: int = 0
+  gather_s: float = 0.0
+  write_s: float = 0.0
+
+  def metrics(self) -> dict[str, float]:
+    """Returns it as metrics of a sync."""
+    return {
+      "perf/sync_gather_s": self.gather_s,
+      "perf/sync_write_s": self.write_s,
+      "perf/sync_bytes": float(self.bytes),
+      "perf/sync_copies": self.copied_bytes / max(self.bytes, 1),
+    }
+
+
+class _Watch:
+  """Measures how long the writing of tensors waits for them."""
+
+  def __init__(self):
+    self._waited_s = 0.0
+
+  def on(self, tensor: safetensors.ToWrite) -> safetensors.ToWrite:
+    """Returns the same tensor, whose fetches are measured."""
+    return dataclasses.replace(
+      tensor,
+      values=functools.partial(self._measure, tensor.values),
+      take_part=functools.partial(self._measure, tensor.take_part),
+    )
+
+  def _measure(self, work: Callable[[], T]) -> T:
+    began = time.perf_counter()
+    try:
+      return work()
+    finally:
+      self._waited_s += time.perf_counter() - began
+
+  def written(self, took_s: float, tensors: Sequence[safetensors.ToWrite]) -> Written:
+    """Returns what was measured of writing these tensors, which took `took_s` seconds."""
+    return Written(
+      bytes=sum(tensor.nbytes for tensor in tensors),
+      copied_bytes=sum(tensor.nbytes * tensor.copies for tensor in tensors),
+      gather_s=self._waited_s,
+      write_s=took_s - self._waited_s,
+    )
+
+
 class WeightFolders:
   """The versions of the weights of one run, each a Hugging Face folder until it is discarded.
 
@@ -63,7 +121,7 @@ class WeightFolders:
   Attributes:
     folder: Folder that holds the versions.
     is_owner: Whether this process makes and removes the folders of this copy.
-    written_bytes: Size of the tensors of the newest version.
+    written: Seconds, bytes and copies of writing the newest version.
   """
 
   def __init__(
@@ -89,7 +147,7 @@ class WeightFolders:
     self._source = source_directory
     self._dtype = dtype
     self._lock: Any = None
-    self.written_bytes = 0
+    self.written = Written()
     _together(lambda: _making(root, lambda: shared_places.private_folder(root)), _PLACES)
     self._writers = multihost.sharers(root)
     self.is_owner = processes.index() == self._writers[0]
@@ -160,6 +218,8 @@ class WeightFolders:
   ) -> pathlib.Path:
     """Makes a folder that appears whole or not at all; raises TransferError as `write` does."""
     target, scratch = self.folder / name, self.folder / f".{name}"
+    watch = _Watch()
+    began, tensors = time.perf_counter(), [watch.on(tensor) for tensor in tensors]
     stages: tuple[Callable[[], object], ...] = (
       lambda: begin(scratch),
       lambda: fill(scratch, tensors),
@@ -172,7 +232,7 @@ class WeightFolders:
       if self.is_owner:
         shutil.rmtree(scratch, ignore_errors=True)
       raise
-    self.written_bytes = sum(tensor.nbytes for tensor in tensors)
+    self.written = watch.written(time.perf_counter() - began, tensors)
     return target
 
   def _begin(self, scratch: pathlib.Path) -> None:

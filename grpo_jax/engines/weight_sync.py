@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import operator
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,12 +25,18 @@ class SyncedWeights:
   Attributes:
     options: Options for the weights.
     weights: The weights.
-    sync_bytes: Bytes copied, if the parameters have an adapter.
+    sync_bytes: Bytes copied.
+    copy_s: Seconds that copying took.
   """
 
   options: ProgramOptions
   weights: SamplerWeights
-  sync_bytes: int | None
+  sync_bytes: int
+  copy_s: float
+
+  def metrics(self) -> dict[str, float]:
+    """Returns what the sync took."""
+    return {"perf/sync_copy_s": self.copy_s, "perf/sync_bytes": float(self.sync_bytes)}
 
 
 class WeightSync:
@@ -70,14 +77,15 @@ class WeightSync:
     Args:
       params: The trainer's parameters, as in `JaxSampler.load_weights`.
     """
+    began = time.perf_counter()
     gathering = self._gathering_of(params)
     options = self._options_for(gathering.local if gathering else params)
     weights, copies = self._copied(params, gathering, options)
     weights = jax.block_until_ready(weights)
+    took = time.perf_counter() - began
     if not options.unmerged:
       self._merged_share.measure(params)
-    synced = _bytes_beside(params, copies) if lora.has_adapter(params) else None
-    return SyncedWeights(options, weights, synced)
+    return SyncedWeights(options, weights, _bytes_beside(params, copies), took)
 
   def described(self, params: Any) -> tuple[SamplerWeights, ProgramOptions]:
     """Returns shapes, dtypes and shardings of the weights, and the options for them.

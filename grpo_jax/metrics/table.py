@@ -137,11 +137,6 @@ METRICS: dict[str, Definition] = {
   "shaping/clamped_share": Definition("share", "rewards outside shaping.scale_from", "0"),
   "shaping/overlong_share": Definition("share", "completions with an overlong penalty", "< 0.1"),
   "shaping/overlong_penalty_mean": Definition("reward", "mean overlong penalty, at most 0", "0"),
-  "engine/export_s": Definition("s", "time to write the weights for the servers, newest sync"),
-  "engine/load_s": Definition("s", "time to load and verify them on all servers, newest sync"),
-  "engine/sync_bytes": Definition(
-    "bytes", "size of what the servers were given at the newest sync: weights, or an adapter"
-  ),
   "engine/restarts": Definition(
     "count", "servers replaced since the run was started or resumed", "0"
   ),
@@ -488,13 +483,39 @@ METRICS: dict[str, Definition] = {
     "work of an environment's workers since the process started; hanging_attempts, hanging_calls:"
     " threads that block now in calls that were given up",
   ),
+  # --- the newest sync: the parts of time/sync_s; of several processes, the largest values ---
+  "perf/sync_gather_s": Definition(
+    "s",
+    "SGLang: waiting for tensors on their way to the host: gathered, merged, transposed and cast by"
+    " one program each; what happens while others are written is not in it",
+  ),
+  "perf/sync_write_s": Definition("s", "SGLang: the rest of writing the folder of the weights"),
+  "perf/sync_load_s": Definition(
+    "s", "SGLang: loading the folder and clearing the cache, at the slowest server"
+  ),
+  "perf/sync_flush_s": Definition(
+    "s", "SGLang: pausing and resuming around it, at the slowest server; 0 for an adapter"
+  ),
+  "perf/sync_probe_s": Definition(
+    "s", "SGLang: the fixed prompt that each server scores, at the slowest one"
+  ),
   "perf/sync_proof_s": Definition(
-    "s", "of the newest proof that the engine has the new weights; of the main process"
+    "s",
+    "the newest proof that the engine has the new weights: what was scored before the update and"
+    " after it; of the main process",
+  ),
+  "perf/sync_copy_s": Definition(
+    "s", "embedded sampler: copying the weights, and waiting for the update if it still runs"
   ),
   "perf/sync_bytes": Definition(
     "bytes",
-    "copied for the embedded sampler of this process at the newest sync; with"
-    " model.lora.sync='adapter' the base once, then the adapter",
+    "SGLang: the tensors that were written; embedded sampler: what was copied on this process."
+    " With model.lora.sync='adapter' the base once, then the adapter",
+  ),
+  "perf/sync_copies": Definition(
+    "copies per byte",
+    "SGLang: on the devices, to the host, on the host and into the file, over perf/sync_bytes; each"
+    " server then copies what it loads",
   ),
   "perf/peak_rss_gib": Definition(
     "GiB", "highest host memory of the process so far; of several, the main one", "level"

@@ -115,6 +115,7 @@ def to_write(
       np.dtype(adapter[each.kernel][each.part].dtype if dtype is None else dtype),
       values=functools.partial(_in_file, fetched, each, dtype),
       take_part=functools.partial(fetched.fetch, each.kernel, each.part),
+      copies=arrays.copies_of_fetch(adapter[each.kernel][each.part]) + 2,
     )
     for each in peft_format.stored(config, options)
   ]

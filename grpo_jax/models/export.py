@@ -178,6 +178,7 @@ def to_write(
         file_dtype,
         values=functools.partial(_fetch, on_devices),
         take_part=functools.partial(_take_part, on_devices),
+        copies=_copies(array, stored, file_dtype),
       )
     )
   return tensors
@@ -279,6 +280,11 @@ def _as_in_file(array: Any, stored: leaves.Stored, dtype: np.dtype) -> Any:
   if _is_as_stored(array, stored, dtype):
     return array
   return _own(array)(array, stored.layer, is_kernel=stored.leaf.is_kernel, dtype=dtype)
+
+
+def _copies(array: Any, stored: leaves.Stored, dtype: np.dtype) -> int:
+  """Returns how often a tensor is copied: on its devices, on the way to the host, into the file."""
+  return (not _is_as_stored(array, stored, dtype)) + arrays.copies_of_fetch(array) + 1
 
 
 def _fetch(on_devices: Callable[[], Any]) -> np.ndarray:

@@ -173,6 +173,7 @@ class ToWrite:
     dtype: Dtype in the file.
     values: Function that returns the values.
     take_part: Function that does the part of this process when another one needs the values.
+    copies: Number of copies of it that are made until it is in the file, the last one included.
   """
 
   name: str
@@ -180,6 +181,7 @@ class ToWrite:
   dtype: np.dtype
   values: Callable[[], np.ndarray]
   take_part: Callable[[], None] = _nothing
+  copies: int = 1
 
   @property
   def nbytes(self) -> int:

@@ -45,6 +45,20 @@ def fetch(tree: Any) -> Any:
   return jax.tree.map(np.asarray, jax.device_get(whole))
 
 
+def copies_of_fetch(array: Any) -> int:
+  """Returns how often `fetch` copies an array: not at all if it is in the memory of the host.
+
+  The parts of an array that is spread over devices of this process are put together on the host,
+  which is a copy more.
+  """
+  sharding = getattr(array, "sharding", None)
+  if sharding is None:  # a NumPy array.
+    return 0
+  is_on_host = all(device.platform == "cpu" for device in sharding.device_set)
+  is_in_parts = sharding.is_fully_addressable and not sharding.is_fully_replicated
+  return (not is_on_host) + is_in_parts
+
+
 def is_spread(array: Any) -> bool:
   """Returns whether this process lacks a part of an array.
 

@@ -1,6 +1,7 @@
 """What becomes of servers that cannot be started; the real ones: test_sglang_faults.py."""
 
 import asyncio
+import pathlib
 import sys
 import time
 
@@ -12,12 +13,23 @@ from grpo_jax import engines
 from grpo_jax.engines import server_process, sglang_servers
 from grpo_jax.engines.fleet import Fleet
 from grpo_jax.engines.prompt_scoring import Passage
-from grpo_jax.engines.server import FleetError, FleetOptions, Server, WeightsVersion
+from grpo_jax.engines.server import (
+  FLUSH,
+  LOAD,
+  PROBE,
+  Adapter,
+  FleetError,
+  FleetOptions,
+  Server,
+  WeightsVersion,
+)
 from grpo_jax.engines.sglang_options import SGLangOptions
 from grpo_jax.http.failures import Refused, Unanswered
 from grpo_jax.models import lora
 from tests import side_by_side
-from tests.engines import sglang_fixtures, tiny
+from tests.engines import sglang_fixtures, simulated, tiny
+
+ROOT = pathlib.Path("/weights")
 
 
 @pytest.fixture
@@ -192,3 +204,49 @@ def test_a_fleet_is_closed_also_while_one_of_its_servers_is_looked_at(monkeypatc
     assert done
 
   asyncio.run(close())
+
+
+class SlowClient:
+  """A server each of whose calls takes so many seconds of virtual time."""
+
+  def __init__(self, **seconds):
+    self.seconds = seconds
+
+  def __getattr__(self, call):
+    return lambda *arguments, **options: asyncio.sleep(self.seconds.get(call, 0.0))
+
+
+@pytest.mark.parametrize("gives_adapter", (False, True))
+def test_the_parts_of_a_sync_are_those_of_the_slowest_server(monkeypatch, gives_adapter):
+  async def prove(server, weights, tolerance):
+    await asyncio.sleep(5.0)
+    return 0.0
+
+  async def main():
+    made = Fleet(FleetOptions(servers=2), None)
+    fast, slow = made.servers
+    fast._client = SlowClient(pause=1.0, load=3.0, resume=7.0)
+    slow._client = SlowClient(
+      pause=0.5, load=4.0, resume=0.5, load_adapter=2.0, resume_weights=10.0, resume_cache=20.0
+    )
+    adapter = Adapter("a", ROOT, "base") if gives_adapter else None
+    weights = WeightsVersion(3, ROOT, (), np.zeros(0), adapter)
+    for _ in range(2):  # not the sum of both.
+      for server in made.servers:
+        server._base = None
+        await server.update(weights, tolerance=1.0)
+    first = made.sync_times()
+    slow.is_asleep = True
+    await slow.update(weights, tolerance=1.0)
+    woken = made.sync_times()
+    for server in made.servers:
+      await server.update(weights, tolerance=1.0)
+    await made._http.close()
+    return first, woken, made.sync_times()
+
+  monkeypatch.setattr(Server, "_prove", prove)
+  load = 6.0 if gives_adapter else 4.0  # with its base.
+  first, woken, last = simulated.run(main(), monkeypatch)
+  assert first == {LOAD: load, FLUSH: 8.0, PROBE: 5.0}
+  assert woken == {LOAD: load, FLUSH: 31.0, PROBE: 5.0}
+  assert last == ({LOAD: 2.0, FLUSH: 0.0, PROBE: 5.0} if gives_adapter else first)

@@ -154,7 +154,7 @@ def test_a_sync_copies_the_adapter_only_and_samples_from_it(unmerged):
     own = jax.tree.leaves(unmerged._weights.layers)
     if stale is not None:
       assert all(map(operator.is_, own, copies))
-      assert unmerged.metrics() == {"perf/sync_bytes": bytes_of_adapter}
+      assert unmerged.metrics()["perf/sync_bytes"] == bytes_of_adapter
       assert mismatch(stale, found) > 1e-2
     copies, stale = own, tree
     unmerged.release()
@@ -254,9 +254,9 @@ def test_a_sampler_that_merges_in_bfloat16_reports_the_share_and_warns_once(capl
   for settings in ({"compute_dtype": jnp.bfloat16}, {"unmerged": False}):
     with sampler(**settings) as engine:
       engine.load_weights(small, version=1)
-      assert list(engine.metrics()) == ["perf/sync_bytes"]
+      assert "lora/merged_share" not in engine.metrics()
       engine.load_weights(lora.base_of(small), version=2)
-      assert engine.metrics() == {}
+      assert "lora/merged_share" not in engine.metrics()
 
 
 def quantized_base(tree, **forms):

@@ -46,7 +46,7 @@ def test_kernels_that_sglang_joins_come_together_the_others_as_zeros(folders):
   np.testing.assert_array_equal(stored[name("mlp.up_proj", "B")], np.asarray(up.b[1]).T)
   for module in ("mlp.gate_proj", "self_attn.k_proj"):
     assert not stored[name(module, "A")].any() and not stored[name(module, "B")].any()
-  assert folders.written_bytes == sum(x.nbytes for x in stored.values())
+  assert folders.written.bytes == sum(x.nbytes for x in stored.values())
 
 
 def test_a_server_that_maps_an_adapter_keeps_its_values_whatever_is_written_later(folders):

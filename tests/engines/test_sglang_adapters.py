@@ -151,10 +151,10 @@ def test_adapters_follow_each_other_and_completions_in_flight_end_on_their_own(m
   assert metrics["engine/retries"] == metrics["engine/restarts"] == 0
   own = lora.tree(CONFIG, OPTIONS).values()
   values = sum(np.prod(leaf.shape) for parts in own for leaf in parts.values())
-  assert metrics["engine/sync_bytes"] == 4 * values
+  assert metrics["perf/sync_bytes"] == 4 * values
   folder, base = (engine._folders.folder / name for name in ("v000003", "base"))
   size = (folder / "adapter_model.safetensors").stat().st_size
-  assert metrics["engine/sync_bytes"] < size < 1.3 * metrics["engine/sync_bytes"] + 8192
+  assert metrics["perf/sync_bytes"] < size < 1.3 * metrics["perf/sync_bytes"] + 8192
   assert size < (base / "model.safetensors").stat().st_size
   assert not folder.with_name("v000002").exists()
 

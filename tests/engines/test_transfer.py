@@ -1,5 +1,6 @@
 """Weights for servers: whole or not there, bit for bit, and nothing stays behind."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -7,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -77,6 +79,39 @@ def test_a_folder_that_is_written_over_holds_what_a_new_one_would(folders):
   assert not first.exists()
   new = folders.write(tiny.params(CONFIG, seed=2), version=3)
   assert content(again) == content(new)
+
+
+def test_what_a_version_took_to_write_is_measured(folders, monkeypatch):
+  tensors = export.to_write(tiny.params(CONFIG), CONFIG)
+
+  def slowly(tensor):
+    def values():
+      time.sleep(0.01)
+      return tensor.values()
+
+    return dataclasses.replace(tensor, values=values)
+
+  monkeypatch.setattr(export, "to_write", lambda *_, **__: [slowly(each) for each in tensors])
+  began = time.perf_counter()
+  folders.write(None, version=1)
+  took, written = time.perf_counter() - began, folders.written
+  assert 0.01 * len(tensors) <= written.gather_s < took
+  assert 0 < written.write_s and written.gather_s + written.write_s <= took
+  assert written.bytes == sum(4 * x.size for x in jax.tree.leaves(tiny.params(CONFIG)))
+
+
+def test_copies_are_counted_as_they_are_made(folders):
+  """A CPU's arrays are read where they are: only the layout of the files is a copy."""
+  tree = tiny.params(CONFIG)
+  for tensor in export.to_write(tree, CONFIG):
+    is_its_own = not any(
+      np.shares_memory(tensor.values(), np.asarray(x)) for x in jax.tree.leaves(tree)
+    )
+    assert tensor.copies == is_its_own + 1, tensor.name
+  folders.write(tree, version=1)
+  own = sum(tree[name].nbytes for name in ("embed", "final_norm"))
+  total = folders.written.bytes
+  assert folders.written.metrics()["perf/sync_copies"] == pytest.approx(2 - own / total)
 
 
 def test_many_versions_take_the_room_of_two(folders):

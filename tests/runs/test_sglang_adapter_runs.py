@@ -123,7 +123,7 @@ def test_a_sync_is_of_the_size_of_the_adapter(folder, run):
   own = lora.tree(read_config(folder / "model"), OPTIONS).values()
   sizes = [leaf.shape for parts in own for leaf in parts.values()]
   wanted = 4 * sum(layers * rows * columns for layers, rows, columns in sizes)
-  assert {step["engine/sync_bytes"] for step in steps_of(workdir)} == {wanted}
+  assert {step["perf/sync_bytes"] for step in steps_of(workdir)} == {wanted}
   assert wanted < (workdir / "export" / "model.safetensors").stat().st_size / 4
 
 
