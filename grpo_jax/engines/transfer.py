@@ -14,9 +14,11 @@ import os
 import pathlib
 import shutil
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import jax
 import numpy as np
 
 from grpo_jax import processes
@@ -60,7 +62,7 @@ class Written:
   """What it took to write a version.
 
   Attributes:
-    bytes: Size of the tensors.
+    bytes: Size of the tensors that were written.
     copied_bytes: Bytes of all copies that were made of them, the one in the file included.
     gather_s: Seconds in which the writing waited for tensors.
     write_s: The other seconds.
@@ -82,33 +84,61 @@ class Written:
 
 
 class _Watch:
-  """Measures how long the writing of tensors waits for them."""
+  """Measures how long the writing of tensors waits for them, and how large they are."""
 
   def __init__(self):
     self._waited_s = 0.0
+    self._bytes = self._copied_bytes = 0
 
   def on(self, tensor: safetensors.ToWrite) -> safetensors.ToWrite:
     """Returns the same tensor, whose fetches are measured."""
     return dataclasses.replace(
       tensor,
-      values=functools.partial(self._measure, tensor.values),
-      take_part=functools.partial(self._measure, tensor.take_part),
+      values=functools.partial(self._measure, tensor.values, tensor),
+      take_part=functools.partial(self._measure, tensor.take_part, tensor),
     )
 
-  def _measure(self, work: Callable[[], T]) -> T:
+  def _measure(self, work: Callable[[], T], tensor: safetensors.ToWrite) -> T:
     began = time.perf_counter()
+    self._bytes += tensor.nbytes
+    self._copied_bytes += tensor.nbytes * tensor.copies
     try:
       return work()
     finally:
       self._waited_s += time.perf_counter() - began
 
-  def written(self, took_s: float, tensors: Sequence[safetensors.ToWrite]) -> Written:
-    """Returns what was measured of writing these tensors, which took `took_s` seconds."""
+  def written(self, took_s: float) -> Written:
+    """Returns what was measured, of a writing that took `took_s` seconds."""
     return Written(
-      bytes=sum(tensor.nbytes for tensor in tensors),
-      copied_bytes=sum(tensor.nbytes * tensor.copies for tensor in tensors),
+      bytes=self._bytes,
+      copied_bytes=self._copied_bytes,
       gather_s=self._waited_s,
       write_s=took_s - self._waited_s,
+    )
+
+
+class _Origins:
+  """The arrays from which the tensors of a folder were made.
+
+  An array never changes, and is known by identity: a tensor that is made of the same ones is the
+  same. They are not kept alive.
+  """
+
+  def __init__(self, tensors: Sequence[safetensors.ToWrite] = ()):
+    self._of: dict[str, tuple[Any, list[weakref.ref[Any]]]] = {}
+    for tensor in tensors:
+      arrays, structure = jax.tree.flatten(tensor.made_of)
+      if arrays and all(isinstance(array, jax.Array) for array in arrays):
+        self._of[tensor.name] = structure, [weakref.ref(array) for array in arrays]
+
+  def has(self, tensor: safetensors.ToWrite) -> bool:
+    """Returns whether the folder has this very tensor."""
+    if tensor.name not in self._of:
+      return False
+    structure, known = self._of[tensor.name]
+    arrays, wanted = jax.tree.flatten(tensor.made_of)
+    return structure == wanted and all(
+      reference() is array for reference, array in zip(known, arrays, strict=True)
     )
 
 
@@ -148,6 +178,7 @@ class WeightFolders:
     self._dtype = dtype
     self._lock: Any = None
     self.written = Written()
+    self._origins: dict[str, _Origins] = {}  # of the folders of whole versions, by their names.
     _together(lambda: _making(root, lambda: shared_places.private_folder(root)), _PLACES)
     self._writers = multihost.sharers(root)
     self.is_owner = processes.index() == self._writers[0]
@@ -171,6 +202,8 @@ class WeightFolders:
 
     Kernels are transposed to the layout of the files on the devices that hold them. The folder
     of a discarded version is written over: allocating memory in a tmpfs takes longer than writing.
+    What it was written from then and is the same array now, such as the embedding beside trained
+    adapters, is neither fetched nor written.
 
     Raises:
       TransferError: The version does not fit or cannot be written; the message says where, and how
@@ -178,7 +211,12 @@ class WeightFolders:
     """
     tensors = export.to_write(params, self._config, dtype=self._dtype)
     name, what = f"v{version:06d}", f"version {version} of the weights"
-    return self._write(name, what, tensors, self._begin, self._fill)
+    there = self._origins.pop(_SPARE, _Origins())
+    fill = functools.partial(self._fill, there=there)
+    folder = self._write(name, what, tensors, self._begin, fill)
+    if processes.count() == 1:
+      self._origins[name] = _Origins(tensors)
+    return folder
 
   def write_base(self, params: Params) -> pathlib.Path:
     """Writes the base of adapters, as `write` does; it stays until the folders are closed.
@@ -187,7 +225,8 @@ class WeightFolders:
       params: Weights of `lora.join`, whose adapter is left out.
     """
     tensors = export.to_write(lora.base_of(params), self._config, dtype=self._dtype)
-    return self._write(_BASE, "the base of the adapters", tensors, self._begin, self._fill)
+    fill = functools.partial(self._fill, there=_Origins())
+    return self._write(_BASE, "the base of the adapters", tensors, self._begin, fill)
 
   def write_adapter(self, params: Params, *, version: int) -> pathlib.Path:
     """Writes the adapter of a version as a PEFT folder, in files that nothing has used before.
@@ -232,7 +271,7 @@ class WeightFolders:
       if self.is_owner:
         shutil.rmtree(scratch, ignore_errors=True)
       raise
-    self.written = watch.written(time.perf_counter() - began, tensors)
+    self.written = watch.written(time.perf_counter() - began)
     return target
 
   def _begin(self, scratch: pathlib.Path) -> None:
@@ -246,10 +285,19 @@ class WeightFolders:
     if self.is_owner:
       scratch.mkdir()
 
-  def _fill(self, scratch: pathlib.Path, tensors: Sequence[safetensors.ToWrite]) -> None:
-    """Writes the files of this process; fetches all tensors, as the other processes do."""
+  def _fill(
+    self, scratch: pathlib.Path, tensors: Sequence[safetensors.ToWrite], *, there: _Origins
+  ) -> None:
+    """Writes the files of this process; fetches all tensors, as the other processes do.
+
+    Args:
+      scratch: Folder to fill.
+      tensors: Tensors to write.
+      there: Tensors that the folder has already; used if the run has one process.
+    """
     if processes.count() == 1:
-      export.write_files(tensors, self._config, scratch, source=self._source)
+      new = [dataclasses.replace(tensor, is_there=there.has(tensor)) for tensor in tensors]
+      export.write_files(new, self._config, scratch, source=self._source)
       return
     shares = _Shares(tensors, self._writers)
     try:
@@ -309,10 +357,12 @@ class WeightFolders:
     if not self.is_owner:
       return
     spare = self.folder / _SPARE
+    origins = self._origins.pop(folder.name, _Origins())
     if spare.exists():
       shutil.rmtree(folder, ignore_errors=True)
     else:
       atomic.move(folder, spare)
+      self._origins[_SPARE] = origins
 
   def discard_adapter(self, folder: pathlib.Path) -> None:
     """Removes an adapter that no server loads any more: its path disappears at once.

@@ -483,7 +483,7 @@ METRICS: dict[str, Definition] = {
     "work of an environment's workers since the process started; hanging_attempts, hanging_calls:"
     " threads that block now in calls that were given up",
   ),
-  # --- the newest sync: the parts of time/sync_s; of several processes, the largest values ---
+  # --- the newest sync: parts of time/sync_s; of several processes, with SGLang the largest ---
   "perf/sync_gather_s": Definition(
     "s",
     "SGLang: waiting for tensors on their way to the host: gathered, merged, transposed and cast by"
@@ -509,7 +509,8 @@ METRICS: dict[str, Definition] = {
   ),
   "perf/sync_bytes": Definition(
     "bytes",
-    "SGLang: the tensors that were written; embedded sampler: what was copied on this process."
+    "SGLang: the tensors that were written, which are those that the folder did not have;"
+    " embedded sampler: what was copied on this process."
     " With model.lora.sync='adapter' the base once, then the adapter",
   ),
   "perf/sync_copies": Definition(

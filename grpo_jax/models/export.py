@@ -178,6 +178,7 @@ def to_write(
         file_dtype,
         values=functools.partial(_fetch, on_devices),
         take_part=functools.partial(_take_part, on_devices),
+        made_of=array,
         copies=_copies(array, stored, file_dtype),
       )
     )

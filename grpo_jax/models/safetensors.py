@@ -8,6 +8,7 @@ of an array that is not C-contiguous.
 import dataclasses
 import json
 import math
+import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -173,6 +174,8 @@ class ToWrite:
     dtype: Dtype in the file.
     values: Function that returns the values.
     take_part: Function that does the part of this process when another one needs the values.
+    made_of: Tree of the arrays that the values are computed from; None: not known.
+    is_there: Whether a file of the same header that is overwritten has these values.
     copies: Number of copies of it that are made until it is in the file, the last one included.
   """
 
@@ -181,6 +184,8 @@ class ToWrite:
   dtype: np.dtype
   values: Callable[[], np.ndarray]
   take_part: Callable[[], None] = _nothing
+  made_of: Any = None
+  is_there: bool = False
   copies: int = 1
 
   @property
@@ -233,7 +238,8 @@ def write_file(file: pathlib.Path, tensors: Iterable[ToWrite]) -> None:
   """Writes one safetensors file as a stream.
 
   An existing file of the same size is overwritten in place: in a tmpfs, this avoids allocating its
-  memory again. That would take longer than the writing.
+  memory again. That would take longer than the writing. Tensors that it has already are neither
+  fetched nor written.
 
   Raises:
     ValueError: The values of a tensor differ from the announced shape or dtype.
@@ -248,11 +254,16 @@ def write_file(file: pathlib.Path, tensors: Iterable[ToWrite]) -> None:
     offset = end
   encoded = json.dumps(header, separators=(",", ":")).encode()
   encoded += b" " * (-len(encoded) % 8)
-  is_same_size = file.exists() and file.stat().st_size == 8 + len(encoded) + offset
+  begin = len(encoded).to_bytes(8, "little") + encoded
+  is_same_size = file.exists() and file.stat().st_size == len(begin) + offset
   with file.open("r+b" if is_same_size else "wb") as stream:
-    stream.write(len(encoded).to_bytes(8, "little"))
-    stream.write(encoded)
+    is_same = is_same_size and stream.read(len(begin)) == begin
+    stream.seek(0)
+    stream.write(begin)
     for tensor in tensors:
+      if tensor.is_there and is_same:
+        stream.seek(tensor.nbytes, os.SEEK_CUR)
+        continue
       values = np.ascontiguousarray(tensor.values()).reshape(tensor.shape)
       if values.dtype != tensor.dtype:
         raise ValueError(f"{tensor.name}: announced {tensor.dtype}, got {values.dtype}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -18,7 +19,8 @@ import transformers
 
 from grpo_jax.engines import transfer
 from grpo_jax.engines.transfer import TransferError, WeightFolders
-from grpo_jax.models import export
+from grpo_jax.models import export, leaves, lora
+from grpo_jax.models import safetensors as ours
 from tests.engines import sglang_fixtures, tiny
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -79,6 +81,65 @@ def test_a_folder_that_is_written_over_holds_what_a_new_one_would(folders):
   assert not first.exists()
   new = folders.write(tiny.params(CONFIG, seed=2), version=3)
   assert content(again) == content(new)
+
+
+def test_what_a_folder_has_of_the_same_arrays_is_not_written_again(folders, monkeypatch):
+  fetched = []
+  fetch = export._fetch
+  monkeypatch.setattr(export, "_fetch", lambda made: fetched.append(0) or fetch(made))
+  options = lora.AdapterOptions(rank=2, targets=("q", "down"))
+  base, other = tiny.params(CONFIG, seed=1), tiny.params(CONFIG, seed=2)
+  adapters = [lora.init(jax.random.key(i), CONFIG, options) for i in range(6)]
+  adapters = [jax.tree.map(lambda x: x + 0.1, adapter) for adapter in adapters]
+  trees = [lora.join(base, adapter, 2.0) for adapter in adapters]
+  trees[2]["embed"] = other["embed"]  # the folder of version 0 has another one, ...
+  trees[3]["embed"] = other["embed"]  # ... and so has that of version 1,
+  trees[5]["embed"] = other["embed"]  # ... but not that of version 3.
+  kernels = sum(math.prod(t.shape) for t in leaves.stored(CONFIG) if is_target(t.name))
+  previous, sizes = None, []
+  for version, tree in enumerate(trees):
+    fetched.clear()
+    folder = folders.write(tree, version=version)
+    sizes.append(folders.written.bytes / 4 - kernels)
+    count = len(fetched)
+    whole = WeightFolders(
+      folders.folder.parent, CONFIG, source_directory=folders._source, dtype="float32"
+    )
+    assert content(folder) == content(whole.write(tree, version=0)), version
+    whole.close()
+    if previous is not None:
+      folders.discard(previous)
+    previous = folder
+  rest = sum(math.prod(t.shape) for t in leaves.stored(CONFIG)) - kernels
+  embed = base["embed"].size
+  assert sizes == [rest, rest, embed, embed, embed, 0]
+  assert count == 2 * CONFIG.num_layers
+
+
+def is_target(name):
+  return name.endswith(("q_proj.weight", "down_proj.weight"))
+
+
+def test_of_other_arrays_everything_is_written(folders):
+  for version in range(4):
+    folder = folders.write(tiny.params(CONFIG, seed=version), version=version)
+    assert folders.written.bytes == sum(4 * math.prod(t.shape) for t in leaves.stored(CONFIG))
+    folders.discard(folder)
+
+
+def test_nothing_is_taken_for_granted_in_a_file_with_another_header(tmp_path):
+  def tensor(name, value, *, is_there):
+    values = np.full(4, value, np.float32)
+    return ours.ToWrite(name, (4,), values.dtype, lambda: values, is_there=is_there)
+
+  file = tmp_path / "model.safetensors"
+  ours.write_file(file, [tensor("a", 1, is_there=True), tensor("b", 2, is_there=False)])
+  ours.write_file(file, [tensor("a", 3, is_there=True), tensor("b", 4, is_there=False)])
+  stored = safetensors.numpy.load_file(file)
+  assert [stored[name][0] for name in "ab"] == [1, 4]
+  ours.write_file(file, [tensor("c", 5, is_there=True), tensor("d", 6, is_there=True)])
+  stored = safetensors.numpy.load_file(file)
+  assert [stored[name][0] for name in "cd"] == [5, 6]
 
 
 def test_what_a_version_took_to_write_is_measured(folders, monkeypatch):
