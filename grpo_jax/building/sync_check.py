@@ -77,7 +77,7 @@ class SyncCheck:
     self._metrics: dict[str, float] = {}
     self._count = 0  # proofs so far; the first one compiles.
     self._spent, self._ended = 0.0, time.monotonic()  # s of the newest proof; when it ended.
-    self._has_told_why = False
+    self._has_explained = False
 
   def metrics(self) -> dict[str, float]:
     """Returns the metrics of the proof of the newest step; empty if it was not due."""
@@ -188,8 +188,8 @@ class SyncCheck:
         "mismatch/sync_noise": max(each.noise for each in proofs),
       }
     is_wrong = any(each.is_wrong for each in proofs)
-    if not (is_proven or is_wrong or self._has_told_why):
-      self._has_told_why = True
+    if not (is_proven or is_wrong or self._has_explained):
+      self._has_explained = True
       _log.warning("%s", sync_proof.why_unknown(evidence, proofs))
 
   def _is_initial(self, name: str, proof: Proof, begun: _Scored) -> bool:
@@ -197,7 +197,7 @@ class SyncCheck:
     initial, repeats = self._initial, abs(proof.share) < _REPEATS
     if initial is None or name not in begun.served or repeats:  # it has gone nowhere.
       return False
-    served = self._engine.score_given(initial.passages, source=name).get(name)
+    served = self._engine.score_given(initial.passages).get(name)
     if served is None:
       return False
     usual = sync_proof.distance(begun.served[name], begun.trainer)

@@ -196,16 +196,13 @@ class Engine(Protocol):
 class ScoresGiven(Protocol):
   """An engine that can score tokens which are given; it is optional."""
 
-  def score_given(
-    self, passages: Sequence[Passage], *, source: str | None = None
-  ) -> dict[str, list[Float[np.ndarray, " _"]]]:
+  def score_given(self, passages: Sequence[Passage]) -> dict[str, list[Float[np.ndarray, " _"]]]:
     """Returns the logprobs of passages under the weights in use, at temperature 1; nats.
 
     Completions may be under way. Called on the main thread.
 
     Args:
       passages: Sequences to score: of each of them the tokens from `first` on.
-      source: Name of the only part of the engine that is asked; None: all.
 
     Returns:
       For each part of the engine that has weights of its own, such as a server, by its name: the

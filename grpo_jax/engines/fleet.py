@@ -100,19 +100,12 @@ class Fleet:
     self._weights, self._is_asleep, self.probe_difference = weights, False, 0.0
     await self._until(self._is_published)
 
-  async def score(
-    self, passages: Sequence[Passage], number: int | None = None
-  ) -> dict[int, list[Float[np.ndarray, " _"]]]:
+  async def score(self, passages: Sequence[Passage]) -> dict[int, list[Float[np.ndarray, " _"]]]:
     """Returns the logprobs of passages at each server that has the newest weights, by its number.
 
-    A server that is lost meanwhile is left out: it is replaced, and proven before it is used.
-
-    Args:
-      passages: Sequences to score.
-      number: Number of the server among all servers of the run; None: all servers of this process.
+    A server that does not score them is left out, and its health is checked at once.
     """
     chosen = [s for s in self.servers if s.is_up and not s.is_asleep and self._is_current(s)]
-    chosen = [s for s in chosen if number in (None, s.number)]
     found = await asyncio.gather(*(s.score(passages) for s in chosen), return_exceptions=True)
     scores = {}
     for server, result in zip(chosen, found, strict=True):

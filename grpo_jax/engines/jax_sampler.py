@@ -326,9 +326,7 @@ class JaxSampler:
       self._begin_work()
     return found
 
-  def score_given(
-    self, passages: Sequence[Passage], *, source: str | None = None
-  ) -> dict[str, list[Float[np.ndarray, " _"]]]:
+  def score_given(self, passages: Sequence[Passage]) -> dict[str, list[Float[np.ndarray, " _"]]]:
     """Returns the logprobs of passages under the weights in use; see `base.ScoresGiven`.
 
     Compiles a program the first time.
@@ -337,7 +335,6 @@ class JaxSampler:
       NonFiniteLogits: The model's logits are not finite.
       RuntimeError: No weights were loaded, or the engine was closed.
     """
-    del source  # there is only one.
     if self._given_tokens is None:
       self._given_tokens = given_tokens.GivenTokenScorer(self, max_length=self._max_length)
     begin = self._given_tokens.begin

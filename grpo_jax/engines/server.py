@@ -368,7 +368,10 @@ class Server:
       )
       limit = sglang_messages.prompt_answer_bytes(ids)
       async with places:
-        found, reported = await self._answered(self.client.score(body, read=read, limit=limit))
+        try:
+          found, reported = await self._answered(self.client.score(body, read=read, limit=limit))
+        except sglang_messages.Garbled as error:
+          raise ServerLost(f"answers wrongly: {error}") from error
       if reported != version:
         raise ServerLost(f"serves version {reported}, was given {version}: it was restarted")
       return found
@@ -376,8 +379,6 @@ class Server:
     try:
       async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(passage)) for passage in passages]
-    except* sglang_messages.Garbled as failures:
-      raise ServerLost(f"answers wrongly: {failures.exceptions[0]}") from None
     except* (ServerLost, FleetError) as failures:
       raise failures.exceptions[0] from None
     return [task.result() for task in tasks]

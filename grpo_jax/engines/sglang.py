@@ -50,7 +50,6 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.processes import exchanges
 
 _log = logging.getLogger(__name__)
-_SERVER = "server "  # before its number: its name among those that score.
 
 
 class SGLangEngine:
@@ -177,14 +176,11 @@ class SGLangEngine:
     publish = lambda early: self._run(self._fleet.publish(weights), early)
     multihost.together(publish, what=what)
 
-  def score_given(
-    self, passages: Sequence[Passage], *, source: str | None = None
-  ) -> dict[str, list[Float[np.ndarray, " _"]]]:
+  def score_given(self, passages: Sequence[Passage]) -> dict[str, list[Float[np.ndarray, " _"]]]:
     """Returns the logprobs of passages at each server of this process; see `base.ScoresGiven`."""
     self._check_open()
-    number = None if source is None else int(source.removeprefix(_SERVER))
-    found = self._run(self._fleet.score(passages, number))
-    return {f"{_SERVER}{number}": scores for number, scores in found.items()}
+    found = self._run(self._fleet.score(passages))
+    return {f"server {number}": scores for number, scores in found.items()}
 
   def release(self) -> None:
     """Has the servers free their memory, if they share the trainer's devices."""

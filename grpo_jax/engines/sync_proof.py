@@ -26,8 +26,8 @@ from grpo_jax.engines.prompt_scoring import Passage
 # Logprobs of the tokens of some passages from their `first` on; NaN where they do not count; nats.
 Logprobs = Sequence[Float[np.ndarray, " _"]]
 
-SURE = 6.0  # standard errors between a share and what it is held against.
-_NEAR = 0.02  # of a share: what roundings that are no noise may shift it by.
+_SURE = 6.0  # standard errors by which a share has to differ from a value to count as another one.
+_NEAR = 0.02  # of a share: systematic roundings may shift it by so much.
 _LARGEST_ERROR = 0.1  # with a larger standard error 0 and 1 are not separated.
 _LEAST_SPREAD = 1e-3  # of (1 - p)², below which a token gets no more weight.
 # Of the noise. Weights that move logprobs by less than 1/100 of it may not move those of an engine
@@ -98,13 +98,8 @@ class Proof:
 
 @dataclasses.dataclass
 class Undecided:
-  """Sums over proofs that were too weak to decide: together they may be strong enough.
+  """Sums over proofs that were too weak to decide: together they may be strong enough."""
 
-  Attributes:
-    count: Number of proofs.
-  """
-
-  count: int = 0
   _weights: float = 0.0
   _shares: float = 0.0
 
@@ -113,14 +108,13 @@ class Undecided:
     if not math.isfinite(error):  # nothing has moved.
       return share, error
     weight = 1.0 / max(error, 1e-9) ** 2
-    self.count += 1
     self._weights += weight
     self._shares += share * weight
     return self._shares / self._weights, self._weights**-0.5
 
   def clear(self) -> None:
     """Forgets all proofs, since there was a decision."""
-    self.count, self._weights, self._shares = 0, 0.0, 0.0
+    self._weights = self._shares = 0.0
 
 
 def prove(
@@ -169,7 +163,7 @@ def prove(
 def _verdict(share: float, error: float) -> Verdict:
   if not math.isfinite(share):
     return Verdict.OTHER
-  bound = max(SURE * error, _NEAR)
+  bound = max(_SURE * error, _NEAR)
   if abs(share - 1.0) > bound:
     if abs(share) <= bound:
       return Verdict.OLD
@@ -280,6 +274,6 @@ def why_unknown(evidence: Evidence, proofs: Sequence[Proof]) -> str:
   return (
     f"{begin} the update has moved the logprobs of {evidence.tokens} tokens by"
     f" {evidence.moved:.2g} nats, and the engine's roundings are {worst.noise:.2g} nats, so"
-    f" {worst.share:.2f} ± {worst.error:.2f} of it has arrived; the next steps are added until it"
-    " shows (mismatch/sync_proven)"
+    f" {worst.share:.2f} ± {worst.error:.2f} of it has arrived; the proofs of the next steps"
+    " are added until it is clear (mismatch/sync_proven)"
   )

@@ -19,9 +19,7 @@ from grpo_jax.models.products import LowRank, Products
 from grpo_jax.types import Batch
 
 
-def make_scorer(
-  config: ModelConfig, mesh: Mesh, *, dtype: Any, is_merged: bool, remat: str = "full"
-) -> Program:
+def make_scorer(config: ModelConfig, mesh: Mesh, *, dtype: Any, is_merged: bool) -> Program:
   """Makes score(weights, batch) → logprobs at temperature 1; a `scoring.Scorer`.
 
   Args:
@@ -29,12 +27,10 @@ def make_scorer(
     mesh: Mesh of the devices.
     dtype: Dtype of the weights in the engine.
     is_merged: Whether the engine gets kernels with an adapter merged, before they are rounded.
-    remat: Activations that a backward pass would recompute; there is none.
   """
   logprobs = token_scores.make_logprobs(
     config,
     products=Products("float32", None, sharding.placement(mesh)),
-    remat=remat,
     attention=Attention(None, attention_partition(mesh)),
     partition=sharding.head_partition(mesh),
   )

@@ -127,6 +127,39 @@ def prompts_for(config, count, length=6, seed=0):
   return list(np.random.default_rng(seed).integers(1, config.vocab_size, (count, length)))
 
 
+@dataclasses.dataclass
+class Steps:
+  """The weights of two optimizer steps, and what was sampled before each."""
+
+  dtype: object  # in which the trainer computed them.
+  initial: object
+  old: object
+  new: object
+  groups: list
+
+
+def two_steps(engine, config, dtype, *, groups, tokens):
+  """Makes two steps of a tiny model at a rate at which such models learn.
+
+  Args:
+    engine: Engine that samples both batches from the initial weights.
+    config: Sizes of the model.
+    dtype: Compute dtype of the trainer.
+    groups: Number of groups of a step.
+    tokens: Number of tokens of a completion.
+  """
+  begin, step = learner(config, 1e-3, dtype)
+  initial = tiny.params(config)
+  engine.load_weights(initial, version=0)
+  batches = [
+    sampled(engine, prompts_for(config, groups, seed=seed), tokens=tokens, seed=seed)
+    for seed in range(2)
+  ]
+  old, state = step(initial, begin(initial), batches[0], 0)
+  new, _ = step(old, state, batches[1], 1)
+  return Steps(jnp.dtype(dtype), initial, old, new, batches)
+
+
 def scorer(config, dtype, *, is_merged=False, rows=ROWS, width=256):
   """Returns the trainer's scorer of what an engine has."""
   mesh = device_mesh.make_mesh(devices=jax.devices()[:1])

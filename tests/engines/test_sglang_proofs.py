@@ -33,17 +33,8 @@ def server(sglang_model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def steps():
   """The weights of two optimizer steps, and what was sampled before each."""
-  begin, step = proofs.learner(CONFIG, 1e-3, jnp.bfloat16)
-  initial = tiny.params(CONFIG)
   with JaxSampler(CONFIG, max_rows=16, max_length=128) as sampler:
-    sampler.load_weights(initial, version=0)
-    groups = [
-      proofs.sampled(sampler, proofs.prompts_for(CONFIG, 12, seed=seed), tokens=24, seed=seed)
-      for seed in range(2)
-    ]
-  old, state = step(initial, begin(initial), groups[0], 0)
-  new, _ = step(old, state, groups[1], 1)
-  return initial, old, new, groups
+    return proofs.two_steps(sampler, CONFIG, jnp.bfloat16, groups=12, tokens=24)
 
 
 def half_of(one, other):
@@ -61,7 +52,7 @@ def test_each_load_that_goes_wrong_is_named_and_a_right_one_is_proven(
 ):
   """The server reports the new version each time, since the load itself was answered."""
   monkeypatch.setattr(sync_check, "_COST_SHARE", 1e9)  # every time, whatever it costs.
-  initial, old, new, groups = steps
+  initial, old, new, groups = steps.initial, steps.old, steps.new, steps.groups
   check = SyncCheck(server, proofs.scorer(CONFIG, jnp.bfloat16), tokens=1024, begins_new=True)
   proofs.checked(server, check, initial, old, groups[0], old, 1)
   faults = {
@@ -97,7 +88,7 @@ def test_passages_are_scored_while_completions_are_under_way(server):
   thread = threading.Thread(target=sglang_fixtures.collect, args=(server, requests))
   thread.start()
   try:
-    busy = server.score_given(passages, source="server 0")
+    busy = server.score_given(passages)
   finally:
     thread.join()
   assert list(idle) == list(busy) == ["server 0"]

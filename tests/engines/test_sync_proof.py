@@ -116,35 +116,14 @@ def test_weights_that_hardly_moved_are_not_called_old():
 
 # --- faults, in engines with tiny models ---
 
-RATE = 1e-3  # at which such models learn.
-
-
-@dataclasses.dataclass
-class Steps:
-  """The weights of two optimizer steps, and what their engine sampled before each."""
-
-  dtype: str
-  initial: object
-  old: object
-  new: object
-  groups: list
-
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def trained(request):
   """An embedded sampler, what scores for the trainer, and the weights of two steps."""
   config, dtype = tiny.config(), jnp.dtype(request.param)
   engine = JaxSampler(config, max_rows=16, max_length=128, compute_dtype=dtype)
-  begin, step = proofs.learner(config, RATE, dtype)
-  initial = tiny.params(config)
-  engine.load_weights(initial, version=0)
-  groups = [
-    proofs.sampled(engine, proofs.prompts_for(config, 16, seed=seed), tokens=32, seed=seed)
-    for seed in range(2)
-  ]
-  old, state = step(initial, begin(initial), groups[0], 0)
-  new, _ = step(old, state, groups[1], 1)
-  yield engine, proofs.scorer(config, dtype), Steps(request.param, initial, old, new, groups)
+  steps = proofs.two_steps(engine, config, dtype, groups=16, tokens=32)
+  yield engine, proofs.scorer(config, dtype), steps
   engine.close()
 
 
@@ -165,7 +144,7 @@ def lost(steps, chance):
   In bfloat16 it is a kernel of the first layer: what one in the last layer adds to an update, 2 to
   5 per cent, is below what some thousand tokens can show.
   """
-  is_exact = steps.dtype == "float32"
+  is_exact = steps.dtype == jnp.float32
   names = [n for n, x in steps.new["layers"].items() if is_exact or x.ndim == 3]
   name, layer = str(chance.choice(names)), int(chance.integers(2)) if is_exact else 0
   lose = lambda n, x: x.at[layer].set(steps.initial["layers"][n][layer]) if n == name else x
@@ -290,7 +269,7 @@ def test_a_proof_is_left_out_while_it_is_too_dear(monkeypatch):
   class Engine:
     """An engine that takes ten seconds to score."""
 
-    def score_given(self, passages, *, source=None):
+    def score_given(self, passages):
       clock[0] += 10.0
       return {"server 0": [np.full(len(p.tokens) - p.first, -1.0) for p in passages]}
 
