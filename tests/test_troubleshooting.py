@@ -36,6 +36,8 @@ from grpo_jax.config.configuration import typed
 from grpo_jax.data.byte_tokenizer import ByteTokenizer
 from grpo_jax.engines import fleet, launching, merge_rounding, probe, server, sync_proof
 from grpo_jax.engines.base import SamplingParams, mismatch_warning
+from grpo_jax.engines.checksums import Changes, Known
+from grpo_jax.engines.tensor_check import TensorCheck
 from grpo_jax.environments.base import SingleTurn
 from grpo_jax.files import disk, installed
 from grpo_jax.groups import learning_signal
@@ -270,6 +272,18 @@ def _(given):
   yield error_of(asyncio.run, bury(lost, 3))
   served, expected = np.full(5, -1.0), np.full(5, -2.0)
   yield error_of(probe.check, served, expected, tolerance=3e-4, what=Lost(0).name)
+  name = "model.layers.3.mlp.down_proj.weight"
+  before, client = Known(11, {name: {0: "a"}}), types.SimpleNamespace()
+  check: Any = TensorCheck("bfloat16")
+  check.known, check._is_used = before, True
+
+  async def same():
+    return before.checksums
+
+  client.checksums = same
+  changes = Changes(11, {name: True})
+  settings = {"name": Lost(0).name}
+  yield error_of(asyncio.run, check.compare(client, 12, changes, lambda: None, **settings))
   old, new = np.full((20, 50), -1.0), np.full((20, 50), -1.0) + np.linspace(-0.1, 0.1, 50)
   evidence = sync_proof.Evidence(12, (), list(old), list(new))
   stale, weak = (

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float
 
 from grpo_jax.engines import probe
+from grpo_jax.engines.checksums import Known
 from grpo_jax.engines.prompt_scoring import Passage
 from grpo_jax.engines.server import FleetError, FleetOptions, Server, ServerLost, WeightsVersion
 from grpo_jax.engines.server_process import ServerError, ServerProcess
@@ -59,6 +60,7 @@ class Fleet:
         i,
         number=options.first + i,
         adapter=options.adapter,
+        dtype=options.dtype,
       )
       for i in range(len(options.addresses) or options.servers)
     ]
@@ -66,6 +68,7 @@ class Fleet:
     self._tasks: list[asyncio.Task[None]] = []
     self._weights: WeightsVersion | None = None
     self._is_asleep = False
+    self._known: Known | None = None  # checksums of a server, of the newest version that one had.
     self._changed = asyncio.Condition()
     self._error: Exception | None = None
     self.restarts = 0
@@ -255,11 +258,21 @@ class Fleet:
       await server.sleep()
     else:
       assert self._weights is not None  # `_wants_change` checked it.
-      difference = await server.update(self._weights, tolerance=self._options.probe_tolerance)
+      options, weights = self._options, self._weights
+      difference = await server.update(
+        weights, tolerance=options.probe_tolerance, reference=self._reference
+      )
+      known = server.tensors.known
+      if known is not None and known.version == weights.version:
+        self._known = known
       self.probe_difference = max(self.probe_difference, difference)
       if self._is_current(server):  # else newer weights came meanwhile.
         self._listener.opened(server)
     await self._notify()
+
+  def _reference(self) -> Known | None:
+    """Returns the newest checksums of any server that was launched; other servers may differ."""
+    return self._known if self._options.launch is not None else None
 
   async def _unload_unused(self, server: Server) -> None:
     """Has a server drop old adapters once no request uses them.

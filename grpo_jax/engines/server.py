@@ -8,7 +8,7 @@ import logging
 import pathlib
 import time
 import uuid
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,10 +17,12 @@ from jaxtyping import Float
 
 from grpo_jax.engines import probe, served_adapter, sglang_messages
 from grpo_jax.engines.base import EngineFailure
+from grpo_jax.engines.checksums import Changes, Known
 from grpo_jax.engines.prompt_scoring import Passage
 from grpo_jax.engines.server_process import LaunchOptions, ServerProcess
 from grpo_jax.engines.sglang_client import Client, Timeouts
 from grpo_jax.engines.sglang_options import SGLangOptions
+from grpo_jax.engines.tensor_check import TensorCheck
 from grpo_jax.http.failures import Refused, Unanswered
 from grpo_jax.models import lora
 
@@ -28,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 # Metrics of what a server does at a sync, in seconds.
 LOAD, FLUSH, PROBE = "perf/sync_load_s", "perf/sync_flush_s", "perf/sync_probe_s"
+CHECKSUM = "perf/sync_checksum_s"
 
 _UNREADABLE = (
   ". If it cannot read the folder: engine.sglang.weights_folder has to be a folder that the"
@@ -63,6 +66,7 @@ class WeightsVersion:
   probe_ids: tuple[int, ...]
   probe_logprobs: Float[np.ndarray | jax.Array, " m"]  # the trainer's, for each id but the first.
   adapter: Adapter | None = None  # if `folder` holds an adapter; None: it holds all weights.
+  changes: Changes | None = None  # from the version before; None: not known.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +79,7 @@ class FleetOptions:
   launch: LaunchOptions | None = None
   model_path: str = ""  # folder that launched servers start from.
   adapter: lora.AdapterOptions | None = None  # if servers are given adapters; None: all weights.
+  dtype: str = "float32"  # of the files of weights.
   key: str | None = dataclasses.field(default=None, repr=False)  # key of the servers' API.
   timeouts: Timeouts = Timeouts()
   start_timeout_s: float = SGLangOptions.start_timeout_s  # until a server is healthy.
@@ -93,6 +98,7 @@ class Server:
     *,
     number: int | None = None,
     adapter: lora.AdapterOptions | None = None,
+    dtype: str = "float32",
   ):
     """Makes the state of a server.
 
@@ -100,7 +106,9 @@ class Server:
       index: Index in the fleet.
       number: Number among all servers of the run, for messages; None: the index.
       adapter: Options of the adapters that it is given; None: it is given all weights.
+      dtype: Dtype of the files of weights.
     """
+    self.tensors = TensorCheck(dtype)
     self.index = index
     self.number = index if number is None else number
     self._options = adapter
@@ -117,7 +125,9 @@ class Server:
     self.is_doubted = False  # a request failed there: its health is checked at once.
     self.woken = asyncio.Event()  # set when something has changed.
     self.lost_at: collections.deque[float] = collections.deque()
-    self.sync_times = {LOAD: 0.0, FLUSH: 0.0, PROBE: 0.0}  # of the newest `update`.
+    self.sync_times: dict[str, float] = dict.fromkeys(
+      (LOAD, FLUSH, CHECKSUM, PROBE), 0.0
+    )  # of the newest `update`.
     self._client: Client | None = None
 
   @property
@@ -170,6 +180,9 @@ class Server:
     if self._options is not None:
       self._base = started_from
       await self._prepare_for_adapters(self._options)
+    else:
+      is_ours = process is not None
+      await self._answered(self.tensors.prepare(client, name=self.name, is_ours=is_ours))
     self.is_up = self.has_been_up = True
 
   async def _prepare_for_adapters(self, options: lora.AdapterOptions) -> None:
@@ -222,10 +235,21 @@ class Server:
     await self._answered(self.client.release_memory())
     self.is_asleep, self.version = True, None
 
-  async def update(self, weights: WeightsVersion, *, tolerance: float) -> float:
+  async def update(
+    self,
+    weights: WeightsVersion,
+    *,
+    tolerance: float,
+    reference: Callable[[], Known | None] = lambda: None,
+  ) -> float:
     """Loads weights and proves that the server uses them.
 
     Requests in flight are paused, and continue with the new weights.
+
+    Args:
+      weights: Weights to load.
+      tolerance: Largest difference of the probe's logprobs from the trainer's, in nats.
+      reference: Function that returns the newest checksums of a server with the same options.
 
     Returns:
       The largest difference of the probe's logprobs from the trainer's, in nats.
@@ -240,6 +264,11 @@ class Server:
     if adapter is None:
       await self._load(weights.folder, str(weights.version))
       self._reported = str(weights.version)
+      with self._timed(CHECKSUM):
+        compared = self.tensors.compare(
+          self.client, weights.version, weights.changes, reference, name=self.name
+        )
+        await self._answered(compared)
     else:
       if self.is_asleep or self._base != adapter.base:
         await self._load(adapter.base, adapter.base_version)
@@ -398,6 +427,7 @@ class Server:
     """Kills the remaining processes, resets the state, and returns the end of the log."""
     self.is_up = self.is_asleep = self.is_doubted = False
     self.version = self.adapter = self._base = self._reported = None
+    self.tensors.forget()
     self._adapters.clear()
     process = self.process
     if process is None:

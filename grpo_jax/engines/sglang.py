@@ -147,7 +147,12 @@ class SGLangEngine:
     self._check_open()
     folder, adapter = self._write(params, version)
     weights = WeightsVersion(
-      version, folder, self._probe.ids, self._probe.logprobs(params), adapter
+      version,
+      folder,
+      self._probe.ids,
+      self._probe.logprobs(params),
+      adapter,
+      None if adapter else self._folders.changes,
     )
     self._publish(weights)
     if self._version < 0:
@@ -396,6 +401,7 @@ def make(
       key=key,
       products=products,
       adapter=adapter,
+      dtype=dtype.name,
     ),
     folders=folders,
     base_folder=base_folder,

@@ -8,11 +8,15 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from grpo_jax.engines import sglang_messages
+from grpo_jax.engines.checksums import Checksums
 from grpo_jax.engines.sglang_options import SGLangOptions
 from grpo_jax.http.client import CONNECT_S, JsonClient, Request
 from grpo_jax.http.failures import Refused
 
 T = TypeVar("T")
+
+_CHECKSUMS_BYTES = 64 << 20  # an answer has some 100 bytes for each tensor and device.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,6 +138,20 @@ class Client:
     if not (isinstance(answer, dict) and answer.get("success")):
       said = self.shown(answer)
       raise Refused(f"{self.address}/update_weights_from_disk: answered 200: {said}", status=200)
+
+  async def checksums(self) -> Checksums:
+    """Returns the checksum of each tensor of the server.
+
+    Raises:
+      Garbled: The answer has another form.
+    """
+    request = Request(
+      url=f"{self.address}/weights_checker",
+      timeout_s=self._timeouts.control_s,
+      body={"action": "checksum"},
+      limit=_CHECKSUMS_BYTES,
+    )
+    return await self._http.ask(request, sglang_messages.checksums_of)
 
   async def server_info(self) -> Any:
     """Returns the options of the server."""

@@ -29,6 +29,8 @@ _TRUNCATED = "return_sampling_mask"
 _KEPT_BYTES = 12  # of an id in the answer.
 _MAX_TIES = 64  # kept tokens beyond top-k, as likely as the last one, that an answer has room for.
 
+_LONGEST_NAME = 200  # characters of the name of a tensor, which messages show.
+
 
 class Garbled(Unusable, ValueError):
   """The answer of a server does not match the request."""
@@ -352,6 +354,26 @@ def prompt_logprobs(answer: Any, ids: Sequence[int], first: int = 1) -> Float[np
     raise Garbled(f"logprobs were requested for {wanted!s:.300}, came for {found!s:.300}")
   _check_logprobs(logprobs)
   return logprobs
+
+
+def checksums_of(answer: Any) -> dict[str, dict[int, str]]:
+  """Reads the answer of /weights_checker to the action "checksum".
+
+  Returns:
+    The checksum of each tensor, by its name in the server and by the number of the device.
+
+  Raises:
+    Garbled: The answer has another form.
+  """
+  found: dict[str, dict[int, str]] = {}
+  with _garbled("ranks does not hold objects with checksums"):
+    for device, rank in enumerate(_field(answer, "ranks", list)):
+      if any(part["role"] == "target" for part in rank["parallelism_info"]):  # else of a draft.
+        for name, checksum in rank["checksums"].items():
+          if len(name) > _LONGEST_NAME or not name.isprintable():
+            raise ValueError(f"a tensor is named {name!r:.100}")
+          found.setdefault(name, {})[device] = checksum
+  return found
 
 
 def prompt_version(answer: Any) -> int:

@@ -140,6 +140,7 @@ def fleet_options(
   key: str | None,
   products: str,
   adapter: lora.AdapterOptions | None,
+  dtype: str,
 ) -> FleetOptions:
   """Returns the options of the fleet; `products` decides how far the probe may be off."""
   tolerance = chosen.probe_tolerance
@@ -151,6 +152,7 @@ def fleet_options(
     launch=launch,
     model_path=model_path,
     adapter=adapter,
+    dtype=dtype,
     key=key,
     timeouts=Timeouts(
       generate_s=chosen.request_timeout_s,

@@ -24,6 +24,8 @@ import numpy as np
 from grpo_jax import processes
 from grpo_jax.engines import multihost, served_adapter
 from grpo_jax.engines.base import EngineFailure
+from grpo_jax.engines.checksums import Changes
+from grpo_jax.engines.version_changes import Comparison
 from grpo_jax.files import atomic, shared_places
 from grpo_jax.models import adapter_files, export, lora, safetensors
 from grpo_jax.models.config import ModelConfig
@@ -152,6 +154,7 @@ class WeightFolders:
     folder: Folder that holds the versions.
     is_owner: Whether this process makes and removes the folders of this copy.
     written: Seconds, bytes and copies of writing the newest version.
+    changes: Tensors in which the newest version differs from the one before; None: not known.
   """
 
   def __init__(
@@ -178,7 +181,9 @@ class WeightFolders:
     self._dtype = dtype
     self._lock: Any = None
     self.written = Written()
+    self.changes: Changes | None = None
     self._origins: dict[str, _Origins] = {}  # of the folders of whole versions, by their names.
+    self._newest: tuple[int, pathlib.Path] | None = None  # whole version that was written last.
     _together(lambda: _making(root, lambda: shared_places.private_folder(root)), _PLACES)
     self._writers = multihost.sharers(root)
     self.is_owner = processes.index() == self._writers[0]
@@ -213,7 +218,15 @@ class WeightFolders:
     name, what = f"v{version:06d}", f"version {version} of the weights"
     there = self._origins.pop(_SPARE, _Origins())
     fill = functools.partial(self._fill, there=there)
-    folder = self._write(name, what, tensors, self._begin, fill)
+    comparison, compared = None, tensors
+    if self._newest is not None:
+      since, before = self._newest
+      comparison = Comparison(before, since)
+      origins = self._origins.get(before.name, _Origins())
+      compared = [comparison.on(each, is_same=origins.has(each)) for each in tensors]
+    folder = self._write(name, what, compared, self._begin, fill)
+    self.changes = comparison.changes() if comparison else None
+    self._newest = version, folder
     if processes.count() == 1:
       self._origins[name] = _Origins(tensors)
     return folder
@@ -354,6 +367,8 @@ class WeightFolders:
 
   def discard(self, folder: pathlib.Path) -> None:
     """Removes a version that no server needs any more, or keeps its folder for the next one."""
+    if self._newest is not None and self._newest[1] == folder:
+      self._newest = None
     if not self.is_owner:
       return
     spare = self.folder / _SPARE

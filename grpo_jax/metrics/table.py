@@ -496,6 +496,11 @@ METRICS: dict[str, Definition] = {
   "perf/sync_flush_s": Definition(
     "s", "SGLang: pausing and resuming around it, at the slowest server; 0 for an adapter"
   ),
+  "perf/sync_checksum_s": Definition(
+    "s",
+    "SGLang: the checksums of its tensors, at the slowest server; 0 for an adapter, and if a server"
+    " gives none",
+  ),
   "perf/sync_probe_s": Definition(
     "s", "SGLang: the fixed prompt that each server scores, at the slowest one"
   ),

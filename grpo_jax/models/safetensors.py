@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
+from jaxtyping import UInt8
 from safetensors import SafetensorError, safe_open
 
 from grpo_jax.models import files
@@ -155,9 +156,30 @@ def _check_header(file: pathlib.Path) -> None:
 
   The library takes the last one of the two.
   """
+  _header(file)
+
+
+def _header(file: pathlib.Path) -> tuple[int, dict[str, Any]]:
+  """Returns where the values begin in a file, in bytes, and its header."""
   with file.open("rb") as stream:
     length = int.from_bytes(stream.read(8), "little")
-    files.json_object(stream.read(length), f"{file}: its header", is_strict=True)
+    return 8 + length, files.json_object(stream.read(length), f"{file}: its header", is_strict=True)
+
+
+def mapped(directory: pathlib.Path) -> dict[str, UInt8[np.ndarray, " _"]]:
+  """Returns the bytes of all tensors of a folder, mapped: they are read when they are used.
+
+  Args:
+    directory: Folder that `write_folder` has written, and that nobody writes now.
+  """
+  found = {}
+  for file in sorted(directory.glob("*.safetensors")):
+    begin, header = _header(file)
+    content = np.memmap(file, np.uint8, "r")
+    for name in header.keys() - {"__metadata__"}:
+      first, end = header[name]["data_offsets"]
+      found[name] = content[begin + first : begin + end]
+  return found
 
 
 def _nothing() -> None:

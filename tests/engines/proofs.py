@@ -110,9 +110,9 @@ def group_of(*rewards, name="group"):
   return RolloutGroup(Prompt(name, np.arange(3, dtype=np.int32), "none"), rollouts)
 
 
-def adapters(base, config, options, *, scale, change):
+def adapters(base, config, options, *, scale, change, seed=0):
   """Returns weights with an adapter of random numbers, and the same after a small change."""
-  chance = np.random.default_rng(0)
+  chance = np.random.default_rng(seed)
   leaves, structure = jax.tree.flatten(lora.init(jax.random.key(0), config, options))
   draw = lambda size: [size * chance.normal(size=x.shape).astype(np.float32) for x in leaves]
   old, step = draw(scale), draw(change)

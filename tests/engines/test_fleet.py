@@ -14,6 +14,7 @@ from grpo_jax.engines import server_process, sglang_servers
 from grpo_jax.engines.fleet import Fleet
 from grpo_jax.engines.prompt_scoring import Passage
 from grpo_jax.engines.server import (
+  CHECKSUM,
   FLUSH,
   LOAD,
   PROBE,
@@ -227,7 +228,7 @@ def test_the_parts_of_a_sync_are_those_of_the_slowest_server(monkeypatch, gives_
   async def main():
     made = Fleet(FleetOptions(servers=2), None)
     fast, slow = made.servers
-    fast._client = SlowClient(pause=1.0, load=3.0, resume=7.0)
+    fast._client = SlowClient(pause=1.0, load=3.0, resume=7.0, checksums=0.5)
     slow._client = SlowClient(
       pause=0.5, load=4.0, resume=0.5, load_adapter=2.0, resume_weights=10.0, resume_cache=20.0
     )
@@ -235,7 +236,7 @@ def test_the_parts_of_a_sync_are_those_of_the_slowest_server(monkeypatch, gives_
     weights = WeightsVersion(3, ROOT, (), np.zeros(0), adapter)
     for _ in range(2):  # not the sum of both.
       for server in made.servers:
-        server._base = None
+        server._base, server.tensors._is_used = None, True
         await server.update(weights, tolerance=1.0)
     first = made.sync_times()
     slow.is_asleep = True
@@ -249,6 +250,7 @@ def test_the_parts_of_a_sync_are_those_of_the_slowest_server(monkeypatch, gives_
   monkeypatch.setattr(Server, "_prove", prove)
   load = 6.0 if gives_adapter else 4.0  # with its base.
   first, woken, last = simulated.run(main(), monkeypatch)
-  assert first == {LOAD: load, FLUSH: 8.0, PROBE: 5.0}
-  assert woken == {LOAD: load, FLUSH: 31.0, PROBE: 5.0}
-  assert last == ({LOAD: 2.0, FLUSH: 0.0, PROBE: 5.0} if gives_adapter else first)
+  compared = 0.0 if gives_adapter else 0.5
+  assert first == {LOAD: load, FLUSH: 8.0, CHECKSUM: compared, PROBE: 5.0}
+  assert woken == {LOAD: load, FLUSH: 31.0, CHECKSUM: compared, PROBE: 5.0}
+  assert last == ({LOAD: 2.0, FLUSH: 0.0, CHECKSUM: 0.0, PROBE: 5.0} if gives_adapter else first)

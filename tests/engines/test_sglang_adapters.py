@@ -1,6 +1,8 @@
 """Adapters on a real SGLang server: loaded beside each other, proven, routed to, unloaded."""
 
 import asyncio
+import dataclasses
+import itertools
 import json
 import re
 import urllib.error
@@ -12,13 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpo_jax.building import sync_check
+from grpo_jax.building.sync_check import SyncCheck
 from grpo_jax.engines import probe, served_adapter
 from grpo_jax.engines.probe import WrongWeights
 from grpo_jax.engines.server import FleetError
 from grpo_jax.http.failures import Refused
 from grpo_jax.models import lora
 from grpo_jax.models.products import LowRank
-from tests.engines import faulty_proxy, sglang_fixtures, tiny
+from tests.engines import faulty_proxy, proofs, sglang_fixtures, tiny
 from tests.engines.conftest import answers
 from tests.engines.faulty_proxy import FaultyProxy
 from tests.engines.processes import eventually
@@ -116,6 +120,43 @@ def loaded(server):
 
 def versions(server):
   return sorted(int(name.rpartition("-v")[2]) for name in loaded(server))
+
+
+def test_an_adapter_that_is_dropped_kept_or_applied_twice_is_named(make, monkeypatch):
+  """Each of three times; a right one is proven between them."""
+  monkeypatch.setattr(sync_check, "_COST_SHARE", 1e9)  # every time, whatever it costs.
+  engine, base = make(), lora.base_of(weights(0))
+  initial, first = proofs.adapters(base, CONFIG, OPTIONS, scale=0.0, change=0.1)
+  scorer = proofs.scorer(CONFIG, jnp.float32, is_merged=False)
+  check = SyncCheck(engine, scorer, tokens=96, begins_new=True)
+  engine.load_weights(initial, version=0)
+  groups = proofs.sampled(engine, proofs.prompts_for(CONFIG, 4), tokens=16)
+  proofs.checked(engine, check, initial, first, groups, first, 1)
+  versions = itertools.count(2)
+  for seed in range(3):
+    old, new = proofs.adapters(base, CONFIG, OPTIONS, scale=0.1, change=1e-3, seed=seed)
+    faults = {
+      "the weights before the update.*requests name an older adapter": old,
+      "from the initial weights.*or it drops the adapter": initial,
+      "neither the new weights nor .*an adapter is applied that should not be": doubled(new),
+    }
+    for message, served in faults.items():
+      engine.load_weights(old, version=next(versions))
+      with pytest.raises(probe.WrongWeights, match=message):
+        proofs.checked(engine, check, old, new, groups, served, next(versions))
+    engine.load_weights(old, version=next(versions))
+    found = proofs.checked(engine, check, old, new, groups, new, next(versions))
+    assert found["mismatch/sync_proven"] == 1.0
+    assert abs(found["mismatch/sync_share"] - 1.0) < 0.02
+
+
+def doubled(params):
+  """Returns weights whose adapter changes kernels twice as much, as one that was not unloaded."""
+  twice = {
+    name: dataclasses.replace(x, b=2.0 * x.b) if isinstance(x, LowRank) else x
+    for name, x in params["layers"].items()
+  }
+  return {**params, "layers": twice}
 
 
 def test_adapters_follow_each_other_and_completions_in_flight_end_on_their_own(make, proxy, server):

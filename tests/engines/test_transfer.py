@@ -12,6 +12,7 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -118,6 +119,28 @@ def test_what_a_folder_has_of_the_same_arrays_is_not_written_again(folders, monk
 
 def is_target(name):
   return name.endswith(("q_proj.weight", "down_proj.weight"))
+
+
+def test_what_differs_from_the_version_before_is_known(folders):
+  first = tiny.params(CONFIG)
+  copied = jax.tree.map(jnp.copy, first)  # other arrays of the same values.
+  q = first["layers"]["q"].at[1, -1, -1].add(1e-3)
+  second = {**copied, "layers": {**copied["layers"], "q": q}}
+  third = {**second, "final_norm": second["final_norm"] + 1.0}  # the rest are the same arrays.
+  written = [folders.write(first, version=0)]
+  assert folders.changes is None
+  for version, tree, name in [
+    (1, second, "model.layers.1.self_attn.q_proj.weight"),
+    (2, third, "model.norm.weight"),
+  ]:
+    written.append(folders.write(tree, version=version))
+    found = folders.changes
+    assert found.since == version - 1
+    assert found.is_changed == {t.name: t.name == name for t in leaves.stored(CONFIG)}
+  for folder in written:
+    folders.discard(folder)
+  folders.write(first, version=3)
+  assert folders.changes is None  # what it would be compared with is gone.
 
 
 def test_of_other_arrays_everything_is_written(folders):
