@@ -275,15 +275,14 @@ def _(given):
   name = "model.layers.3.mlp.down_proj.weight"
   before, client = Known(11, {name: {0: "a"}}), types.SimpleNamespace()
   check: Any = TensorCheck("bfloat16")
-  check.known, check._is_used = before, True
 
   async def same():
     return before.checksums
 
   client.checksums = same
   changes = Changes(11, {name: True})
-  settings = {"name": Lost(0).name}
-  yield error_of(asyncio.run, check.compare(client, 12, changes, lambda: None, **settings))
+  check.known, check._client, check._name = before, client, Lost(0).name
+  yield error_of(asyncio.run, check.compare(12, changes, lambda: None))
   old, new = np.full((20, 50), -1.0), np.full((20, 50), -1.0) + np.linspace(-0.1, 0.1, 50)
   evidence = sync_proof.Evidence(12, (), list(old), list(new))
   stale, weak = (

@@ -14,7 +14,9 @@ from collections.abc import Collection, Mapping
 Checksums = Mapping[str, Mapping[int, str]]
 
 _SHOWN = 3  # names in a message.
-_SEVERAL = 8  # so many tensors do not go back to what they were by chance.
+_SEVERAL = 8  # tensors that do not all go back to earlier values by chance.
+# Tensors whose changes are not all on the other devices by chance: each may be of one element only.
+_MANY = 32
 # Part of a name in the files → that part of the name of the tensor of SGLang that it belongs to.
 _FUSED = {
   **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
@@ -139,16 +141,22 @@ def _fallen_back(
 def _stale_device(changed: list[str], before: Checksums, after: Checksums) -> str | None:
   """Returns what is wrong if one of several devices has kept its parts of all tensors.
 
-  A part of one tensor may be the same by chance, since an update may change few elements.
+  An update may change few elements of a tensor, and none on some devices. Then parts on other
+  devices are the same, too, and nothing is concluded.
   """
-  for device in sorted({device for name in changed for device in after[name]}):
-    own = [name for name in changed if device in after[name]]
-    if len(own) >= _SEVERAL and all(after[n][device] == before[n].get(device) for n in own):
-      return (
-        f"its device {device} has kept its parts of all {len(own)} tensors that the update changed."
-        f" To do: {_AGAIN}"
-      )
-  return None
+  kept: dict[int, list[bool]] = {}
+  for name in changed:
+    for device, checksum in after[name].items():
+      kept.setdefault(device, []).append(checksum == before[name].get(device))
+  stale = [device for device, parts in kept.items() if all(parts)]
+  if not stale or any(any(kept[device]) for device in kept.keys() - {*stale}):
+    return None
+  if min(len(parts) for parts in kept.values()) < _MANY:
+    return None
+  return (
+    f"its device {stale[0]} has kept its parts of all {len(kept[stale[0]])} tensors that the update"
+    f" changed. To do: {_AGAIN}"
+  )
 
 
 def _named(found: list[str], of: Collection[str], what: str) -> str | None:

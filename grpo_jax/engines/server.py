@@ -265,9 +265,7 @@ class Server:
       await self._load(weights.folder, str(weights.version))
       self._reported = str(weights.version)
       with self._timed(CHECKSUM):
-        compared = self.tensors.compare(
-          self.client, weights.version, weights.changes, reference, name=self.name
-        )
+        compared = self.tensors.compare(weights.version, weights.changes, reference)
         await self._answered(compared)
     else:
       if self.is_asleep or self._base != adapter.base:

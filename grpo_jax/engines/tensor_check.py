@@ -31,11 +31,12 @@ class TensorCheck:
     self.known: Known | None = None
     self._dtype = dtype
     self._started_with: Checksums | None = None
-    self._is_used = False
+    self._client: Client | None = None  # of a server with checksums that can be compared.
+    self._name = ""
 
   def forget(self) -> None:
     """Forgets the server, since another process takes its place."""
-    self.known = self._started_with = None
+    self.known = self._started_with = self._client = None
 
   async def prepare(self, client: Client, *, name: str, is_ours: bool) -> None:
     """Asks for the checksums of what the server was started with; logs why if they say nothing.
@@ -55,34 +56,27 @@ class TensorCheck:
       why = checksums.refusal(await client.server_info(), self._dtype)
     except Refused as error:
       why = str(error)
-    self._is_used = why is None
     if why is not None:
       _log.info(_UNUSED, name, why)
-    self._started_with = await self._asked(client, name) if is_ours else None
+      return
+    self._client, self._name = client, name
+    self._started_with = await self._asked() if is_ours else None
 
   async def compare(
-    self,
-    client: Client,
-    version: int,
-    changes: Changes | None,
-    reference: Callable[[], Known | None],
-    *,
-    name: str,
+    self, version: int, changes: Changes | None, reference: Callable[[], Known | None]
   ) -> None:
     """Compares what the server has after a load with what it, or another server, had.
 
     Args:
-      client: Client of the server.
       version: Version that was loaded.
       changes: Tensors in which it differs from the version before; None: not known.
       reference: Function that returns the newest checksums of a server with the same options.
-      name: Name of the server, for messages.
 
     Raises:
       Unanswered: The server does not answer.
       WrongWeights: Tensors have not arrived.
     """
-    found = await self._asked(client, name)
+    found = await self._asked()
     if found is None:
       return
     known = Known(version, found)
@@ -90,16 +84,16 @@ class TensorCheck:
       started_with = self._started_with
       why = checksums.fault(before, known, changes=changes, started_with=started_with)
       if why is not None:
-        raise WrongWeights(f"{name} does not have version {version} of the weights: {why}")
+        raise WrongWeights(f"{self._name} does not have version {version} of the weights: {why}")
     self.known = known
 
-  async def _asked(self, client: Client, name: str) -> Checksums | None:
+  async def _asked(self) -> Checksums | None:
     """Returns the checksums of the server; None if it gives none, which is logged once."""
-    if not self._is_used:
+    if self._client is None:
       return None
     try:
-      return await client.checksums()
+      return await self._client.checksums()
     except (Refused, Garbled) as error:
-      self._is_used = False
-      _log.info(_UNUSED, name, error)
+      self._client = None
+      _log.info(_UNUSED, self._name, error)
       return None

@@ -59,9 +59,10 @@ class Comparison:
 
   def changes(self) -> Changes:
     """Returns what was found. All processes have to call this, each of which compared a part."""
-    found: dict[str, bool | None] = {}
-    for of_one in processes.exchange(self._is_changed, what="which tensors have changed"):
-      found.update((name, x) for name, x in of_one.items() if x is not None or name not in found)
+    known = {name: x for name, x in self._is_changed.items() if x is not None}
+    found = dict.fromkeys(self._is_changed)
+    for of_one in processes.exchange(known, what="which tensors have changed"):
+      found.update(of_one)
     return Changes(self._since, found)
 
 

@@ -15,7 +15,7 @@ from grpo_jax.http.failures import Refused
 from grpo_jax.models import safetensors
 from tests import side_by_side
 
-LAYERS, DEVICES = 4, 2
+LAYERS, DEVICES = 16, 3
 KERNELS = ("q_proj", "k_proj", "v_proj", "o_proj")
 FILES = [f"layers.{i}.{name}.weight" for i in range(LAYERS) for name in KERNELS] + ["norm.weight"]
 SERVED = [f"layers.{i}.{name}.weight" for i in range(LAYERS) for name in ("qkv_proj", "o_proj")] + [
@@ -53,24 +53,28 @@ def test_new_weights_are_not_complained_about():
 @pytest.mark.parametrize(
   ("fault", "kept", "message"),
   [
-    (all_of(SERVED, 6), (), r"9 of 9 tensors \(.* and others\).*are those of version 6.*no effect"),
-    (all_of(SERVED, 0), (), "9 of 9 tensors .* that it was started with.*release_memory=False"),
+    (
+      all_of(SERVED, 6),
+      (),
+      r"33 of 33 tensors \(.* and others\).*are those of version 6.*no effect",
+    ),
+    (all_of(SERVED, 0), (), "33 of 33 tensors .* that it was started with.*release_memory=False"),
     (
       all_of(["layers.2.qkv_proj.weight"], 6),
       (),
-      r"1 of 9 tensors \(layers.2.qkv_proj.weight\) .* those of version 6.*lost on the way",
+      r"1 of 33 tensors \(layers.2.qkv_proj.weight\) .* those of version 6.*lost on the way",
     ),
     (
       all_of(["layers.3.o_proj.weight", "norm.weight"], 6),
       ["norm.weight"],  # nobody misses it.
-      r"1 of 8 tensors \(layers.3.o_proj.weight\)",
+      r"1 of 32 tensors \(layers.3.o_proj.weight\)",
     ),
     (
       all_of(["layers.1.qkv_proj.weight"], 6),
       ["layers.1.q_proj.weight", "layers.1.v_proj.weight"],  # of its three parts k has changed.
-      r"1 of 9 tensors \(layers.1.qkv_proj.weight\) .* those of version 6",
+      r"1 of 33 tensors \(layers.1.qkv_proj.weight\) .* those of version 6",
     ),
-    ({(name, 1): 6 for name in SERVED}, (), "its device 1 has kept its parts of all 9 tensors"),
+    ({(name, 1): 6 for name in SERVED}, (), "its device 1 has kept its parts of all 33 tensors"),
     (
       {},
       ["norm.weight", "layers.0.o_proj.weight"],
@@ -94,11 +98,18 @@ def test_nothing_is_concluded_from_what_is_not_known():
 
 def test_what_few_tensors_show_may_be_chance():
   few = [*SERVED[:6], SERVED[-1]]
-  kept = [name for name in FILES if not name.startswith(("layers.0", "layers.1", "layers.2"))]
-  given = {"changes": changes(kept=set(kept) - {"norm.weight"}), "started_with": known(0).checksums}
-  same = all_of(set(SERVED) - set(few), 6)
-  for of in (all_of(few, 0), {(name, 1): 6 for name in few}):
-    assert checksums.fault(known(6), known(7, of=same | of), **given) is None
+  kept = {f for f in FILES if not f.startswith(("layers.0.", "layers.1.", "layers.2.", "norm"))}
+  given = {"changes": changes(kept=kept), "started_with": known(0).checksums}
+  of = all_of(set(SERVED) - set(few), 6) | all_of(few, 0)
+  assert checksums.fault(known(6), known(7, of=of), **given) is None
+
+
+@pytest.mark.parametrize(("kept", "elsewhere"), [(2, []), (0, [(SERVED[3], 2)])])
+def test_a_device_may_have_no_part_of_what_has_changed(kept, elsewhere):
+  """31 tensors are changed on the other devices alone; or 33 are, but one not on all of these."""
+  same = [f"layers.{i}.o_proj.weight" for i in range(kept)]
+  of = all_of(same, 6) | {(name, 1): 6 for name in SERVED} | dict.fromkeys(elsewhere, 6)
+  assert checksums.fault(known(6), known(7, of=of), changes=changes(kept=same)) is None
 
 
 def test_exchanged_tensors_are_found_if_another_server_has_the_version():
@@ -157,9 +168,7 @@ class Client:
 def compared(check, client, tensors, *, since, reference=None):
   client.tensors = tensors
   changed = Changes(since, dict.fromkeys(FILES, True))
-  asyncio.run(
-    check.compare(client, tensors.version, changed, lambda: reference, name="server 0 at h")
-  )
+  asyncio.run(check.compare(tensors.version, changed, lambda: reference))
 
 
 def made(client, *, is_ours=True):
@@ -176,7 +185,7 @@ def test_a_server_is_compared_with_itself_from_version_to_version():
   with pytest.raises(WrongWeights, match="server 0 at h does not have version 2 .* of version 1"):
     compared(check, client, known(2, of=all_of(SERVED[3:4], 1)), since=1)
   assert check.known.version == 1
-  with pytest.raises(WrongWeights, match="9 of 9 .* that it was started with"):
+  with pytest.raises(WrongWeights, match="33 of 33 .* that it was started with"):
     compared(check, client, known(2, of=all_of(SERVED, 0)), since=1)
   compared(check, client, known(2), since=1)
 
@@ -191,7 +200,7 @@ def test_a_server_that_was_found_may_have_the_weights_that_come():
   client.tensors = known(2)
   check = made(client)
   compared(check, client, known(1), since=0)
-  with pytest.raises(WrongWeights, match="9 of 9 .* that it was started with"):
+  with pytest.raises(WrongWeights, match="33 of 33 .* that it was started with"):
     compared(check, client, known(2), since=1)
 
 
@@ -203,10 +212,10 @@ def test_a_server_that_was_replaced_is_compared_with_the_others():
   assert check.known is None
   asyncio.run(check.prepare(client, name="server 0 at h", is_ours=True))
   lost = all_of(SERVED[1:2], 0)
-  with pytest.raises(WrongWeights, match="1 of 9 .*with this version on another server"):
+  with pytest.raises(WrongWeights, match="1 of 33 .*with this version on another server"):
     compared(check, client, known(6, of=lost), since=5, reference=known(6))
   stale = all_of(SERVED[1:2], 5)
-  with pytest.raises(WrongWeights, match="1 of 9 tensors .* are those of version 5"):
+  with pytest.raises(WrongWeights, match="1 of 33 tensors .* are those of version 5"):
     compared(check, client, known(6, of=stale), since=5, reference=known(5))
   compared(check, client, known(6), since=5, reference=known(5))
 
@@ -228,8 +237,7 @@ def test_a_server_without_checksums_is_not_asked_again_and_says_so_once(
   client.tensors = failure or client.tensors
   check = made(client)
   for version in range(3):
-    check_again = check.compare(client, version, None, lambda: None, name="server 0 at h")
-    asyncio.run(check_again)
+    asyncio.run(check.compare(version, None, lambda: None))
   assert client.asked == asked and check.known is None
   (line,) = caplog.messages
   assert line.startswith("the tensors of server 0 at h are not compared after a load: ")

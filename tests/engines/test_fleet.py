@@ -236,7 +236,7 @@ def test_the_parts_of_a_sync_are_those_of_the_slowest_server(monkeypatch, gives_
     weights = WeightsVersion(3, ROOT, (), np.zeros(0), adapter)
     for _ in range(2):  # not the sum of both.
       for server in made.servers:
-        server._base, server.tensors._is_used = None, True
+        server._base, server.tensors._client = None, server._client
         await server.update(weights, tolerance=1.0)
     first = made.sync_times()
     slow.is_asleep = True

@@ -59,7 +59,7 @@ def test_each_load_that_goes_wrong_is_named_and_a_right_one_is_proven(
 
   It is as if it gave no checksums of its tensors.
   """
-  monkeypatch.setattr(server._fleet.servers[0].tensors, "_is_used", False)
+  monkeypatch.setattr(server._fleet.servers[0].tensors, "_client", None)
   monkeypatch.setattr(sync_check, "_COST_SHARE", 1e9)  # every time, whatever it costs.
   initial, old, new, groups = steps.initial, steps.old, steps.new, steps.groups
   check = SyncCheck(server, proofs.scorer(CONFIG, jnp.bfloat16), tokens=1024, begins_new=True)
@@ -161,7 +161,7 @@ def test_each_tensor_that_does_not_arrive_is_named(server, sglang_model, tmp_pat
 
   def given(folder, version, own, *, reference=lambda: None):
     asked(client.load(str(folder), str(version)))
-    return own.compare(client, version, folders.changes, reference, name="server 0")
+    return own.compare(version, folders.changes, reference)
 
   asked(given(old, 0, check))
   for version in range(1, 11):
