@@ -393,6 +393,11 @@ def test_closing_early_closes_the_environments_of_conversations_under_way(loop):
     async def start(self):
       opened.append(1)
 
+    async def step(self, *arguments):
+      while len(opened) < 2 * GROUP:  # else the first group may end before all are open.
+        await asyncio.sleep(0)
+      return await super().step(*arguments)
+
     async def close(self):
       closed.append(1)
 
