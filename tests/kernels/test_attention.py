@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 from grpo_kernels import attention as package
 from grpo_kernels import implementations
-from grpo_kernels.attention import Attention, attention, choice, core, parts, reference, visible
+from grpo_kernels.attention import (
+  Attention,
+  attention,
+  choice,
+  core,
+  mosaic_gpu_tiles,
+  pallas_tpu_tiles,
+  parts,
+  reference,
+  visible,
+  xla_blocked,
+)
 
 CPU = choice.Chip("cpu", "cpu")
 # Two prompts with completions, of which some are empty, and padding.
@@ -71,6 +82,39 @@ def test_tiles_are_those_of_the_mask(window, seed):
     np.testing.assert_array_equal(whole, mask.all((2, 4)))
   assert np.asarray(live)[mask.any((2, 4))].all() and mask.all((2, 4))[np.asarray(whole)].all()
   assert not np.asarray(whole & ~live).any()
+
+
+# Prompt and completions of rows of 4096 tokens.
+LONG_ROWS = {
+  "one sequence": ((1, 4095),),
+  "several prompts": ((64, 448),) * 8,
+  "two completions": ((100, 1948, 2047),),
+  "uneven completions": ((700, 300, 900, 150, 40, 1200, 806),),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("groups", LONG_ROWS.values(), ids=LONG_ROWS)
+def test_with_a_window_the_lists_of_all_implementations_leave_out_the_tiles_outside(groups):
+  row, window = conformance.packed(*groups, length=4096), 512
+  seen, size = seen_by(row, window), 128
+  mask = np.asarray(visible.mask(seen)).reshape(1, 4096 // size, size, 4096 // size, size)
+  holding = mask.any((2, 4)).sum()
+  of_tpu = pallas_tpu_tiles.lists(seen, size)
+  listed = (
+    int(xla_blocked.prepare(seen, 64).is_live.sum()) * 4,  # 256 × 256.
+    int(of_tpu.by_queries.count),
+    int(of_tpu.by_keys.count),
+    int(mosaic_gpu_tiles.lists(seen, size, size).count.sum()),
+    int(mosaic_gpu_tiles.pieces(seen, size, size).count.sum()),
+  )
+  # A tile of queries is 4 tiles of keys and a part of a fifth; so is its prompt's end, if it is in
+  # several completions.
+  assert holding <= max(listed[1:]) <= 1.02 * holding + 4 and max(listed[1:]) <= 32 * (5 + 2)
+  assert listed[0] <= 4 * 16 * (3 + 2)
+  if len(groups) == 1 and len(groups[0]) == 2:
+    causal = int(visible.live_tiles(seen_by(row), size, size)[0].sum())
+    assert (causal, *listed) == (32 * 33 / 2, 4 * 45, *[150] * 4)
 
 
 def test_a_window_counts_positions_and_not_places():

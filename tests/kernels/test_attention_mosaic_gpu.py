@@ -334,7 +334,7 @@ def test_pieces_of_a_row_depend_on_nothing_but_the_row():
 @pytest.mark.long
 def test_a_window_leaves_out_tiles_and_none_that_holds_a_pair():
   seen, mask = random_visibility(window=70)
-  with_all = LISTS_OF(seen._replace(positions=None, limit=None), 128, 128)
+  with_all = LISTS_OF(random_visibility()[0], 128, 128)
   lists = LISTS_OF(seen, 128, 128)
   assert int(lists.count.sum()) < int(with_all.count.sum())
   for b in range(3):

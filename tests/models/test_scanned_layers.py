@@ -1,5 +1,8 @@
 """Layers that differ, and the named values of a block: Gemma 3 as oracle, and equalities."""
 
+import importlib
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,6 +153,32 @@ def test_layers_that_are_alike_take_no_arrays():
     given = scanned_layers.tokens(config, position, ids, None, **options)
     assert (given.seen.positions is None) == (config.kinds[0].window is None)
     assert scanned_layers.view(given, scanned_layers.kinds(config)).seen is given.seen
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["xla_blocked", "mosaic_gpu", "pallas_tpu"])
+def test_each_layer_visits_the_tiles_of_its_own_window(name):
+  """One array of lists for all layers, in which that of a window is shorter."""
+  position, ids = jnp.arange(4096)[None], jnp.ones((1, 4096), int)
+  config = tiny.config(layer_kinds=(LayerKind(512), LayerKind(), LayerKind(1024)))
+  prepare = importlib.import_module(f"grpo_kernels.attention.{name}").prepare
+  attention = types.SimpleNamespace(
+    prepared=lambda seen, **_: seen._replace(tiles=prepare(seen, 64))
+  )
+  given = scanned_layers.tokens(
+    config, position, ids, None, attention=attention, products=products.FLOAT32
+  )
+  kinds = scanned_layers.kinds(config)
+
+  def visited(layer):
+    tiles = scanned_layers.view(given, jax.tree.map(lambda x: x[layer], kinds)).seen.tiles
+    if name == "xla_blocked":
+      return int(tiles.is_live.sum())
+    return int((tiles.forward if name == "mosaic_gpu" else tiles.by_queries).count.sum())
+
+  # Of 256 tokens: 2 or 4 tiles of a window and a part of another, of at most 16.
+  found = [visited(layer) for layer in range(3)]
+  assert found == ([150, 528, 252] if name == "mosaic_gpu" else [45, 136, 70])
 
 
 def test_kinds_of_layers_add_no_program_and_no_layer():

@@ -48,12 +48,13 @@ def visible(
     segment_ids: Segment of each token, which is one run of places; 0 is padding.
     branch_ids: Branch of each token, which is one run of places of its segment: 0 is the prompt,
       1.. its completions; None: one branch in every segment.
-    positions: Position of each token in prompt + completion; needed with a window only. Places
-      in the row would be wrong: other completions may be between a completion and its prompt.
+    positions: Position of each token in prompt + completion, which rises by 1 within a run; needed
+      with a window only. Places in the row would be wrong: other completions may be between a
+      completion and its prompt.
     window: Number of tokens that a token sees, itself included; None: all.
   """
   ends = _is_last(segment_ids)
-  until = end = _next(ends)
+  until = own = end = _next(ends)
   if branch_ids is not None:
     own = _next(ends | _is_last(branch_ids))
     until = jnp.where(branch_ids == 0, end, own)
@@ -61,7 +62,12 @@ def visible(
   if window is None:
     return Visible(until)
   assert positions is not None, "a window needs positions"
-  return Visible(until, positions, positions + jnp.minimum(window, WHOLE))
+  window = jnp.minimum(window, WHOLE)
+  # A window that ends within the token's own run ends at a place. That is what leaves tiles out
+  # whose positions are mixed, since a tile of queries may hold the ends of several completions.
+  last = jnp.arange(until.shape[1])[None] + window
+  until = jnp.where(last <= own, jnp.minimum(until, last), until)
+  return Visible(until, positions, positions + window)
 
 
 def mask(seen: Visible) -> Bool[Array, "B T T"]:
