@@ -28,7 +28,8 @@ _USUAL = {
     *("ground_truth", "response", "completion"),
   ),
 }
-ROLES = ("system", "developer", "user", "assistant", "tool")
+SYSTEM_ROLES = ("system", "developer")
+ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool")
 
 
 # Kinds of rows that cannot be used, in words that follow a count: "7 with an empty input".
@@ -303,7 +304,7 @@ def _with_system(
   messages: Sequence[Mapping[str, Any]], style: PromptStyle
 ) -> tuple[Mapping[str, Any], ...]:
   """Puts the system prompt in front, unless the chat has its own."""
-  if style.system_prompt is None or messages[0]["role"] in ("system", "developer"):
+  if style.system_prompt is None or messages[0]["role"] in SYSTEM_ROLES:
     return tuple(messages)
   return ({"role": "system", "content": TrustedText(style.system_prompt)}, *messages)
 

@@ -1,16 +1,23 @@
 """Turns messages into the tokens of a prompt; a prompt that is too long costs little."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
-from grpo_jax.data.formats import RowError
+from grpo_jax.data.formats import SYSTEM_ROLES, RowError
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.models.chat.rendering import TemplateRefusal
 from grpo_jax.models.chat.tokenizer_files import TokenizerFailure
+
+_SAID = "xSaidByTheSystemx"  # letters, which survive trimming, JSON and HTML.
+_INSTEAD = (
+  "put its text into the user's message (data.prompt_template in place of data.system_prompt), or"
+  " give another model.chat_template"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,13 +49,20 @@ def ask(
     tools: Tools that the chat template receives.
 
   Raises:
-    RowError: The chat template rejects the messages, or renders nothing, or the tokenizer fails.
+    RowError: The chat template rejects the messages, leaves out the system's, or renders nothing,
+      or the tokenizer fails.
     TemplateError: The chat template is broken.
   """
+  first = str(messages[0].get("role")) if messages else ""
+  is_system = first in SYSTEM_ROLES
+  if is_system and _fate_of_first(tokenizer, first) == "left out":
+    raise RowError(where, f"the chat template leaves out messages of role {first!r}; {_INSTEAD}")
   try:
     found = tokenizer.prompt(messages, max_tokens=max_tokens, tools=tools)
   except (TemplateRefusal, TokenizerFailure) as error:
-    raise RowError(where, str(error)) from error
+    is_refused = is_system and _fate_of_first(tokenizer, first) == "refused"
+    reason = f"{error}; it refuses messages of role {first!r}; {_INSTEAD}"
+    raise RowError(where, reason if is_refused else str(error)) from error
   except RecursionError as error:
     raise RowError(where, "messages or tools are nested too deeply") from error
   if not len(found.ids):
@@ -58,6 +72,24 @@ def ask(
     too_long = f"{len(found.ids)} tokens, more than {max_tokens}"
   ids, is_shortened = found.ids[:max_tokens], bool(found.too_many)
   return Asked(found.text, ids, too_long, is_shortened, found.parted)
+
+
+@functools.lru_cache(maxsize=8)
+def _fate_of_first(tokenizer: Tokenizer, role: str) -> str:
+  """Returns what the chat template does with a message of a role before a user's.
+
+  "refused" is only said if the template writes the user's message alone.
+  """
+  asked = {"role": "user", "content": "?"}
+  try:
+    text = tokenizer.render([{"role": role, "content": _SAID}, asked])
+  except TemplateRefusal:
+    try:
+      tokenizer.render([asked])
+    except TemplateRefusal:
+      return "unknown"
+    return "refused"
+  return "written" if _SAID in text else "left out"
 
 
 def shortened(value: Any, max_characters: int) -> Any:
