@@ -54,6 +54,32 @@ def pytree(kind: type[Kind]) -> type[Kind]:
   return kind
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExpertShape:
+  """Shape of a record of experts: which ones each token of a mixture of experts went through.
+
+  A record is [tokens layers chosen]. The entry of a token says where the token went when it was fed
+  to the model, which decides about the next token. `NOT_RECORDED` stands for entries that nobody
+  knows; the model's router chooses there.
+  """
+
+  layers: int  # of the model, also those without experts.
+  chosen: int  # experts that a token goes through in a layer.
+  experts: int  # experts of a layer.
+
+  @property
+  def dtype(self) -> Any:
+    """The smallest signed type that holds every expert."""
+    return np.int8 if self.experts <= 128 else np.int16
+
+  def unknown(self, *sizes: int) -> Int[np.ndarray, "*sizes L k"]:
+    """Returns a record without any known entry."""
+    return np.full((*sizes, self.layers, self.chosen), NOT_RECORDED, self.dtype)
+
+
+NOT_RECORDED = -1
+
+
 class FinishReason(enum.StrEnum):
   """Why a completion ended."""
 
@@ -127,6 +153,8 @@ class Rollout:
   close_failure: str = ""  # kind of failure when its environment was closed; costs no reward.
   hit_turn_limit: bool = False  # ended at the turn limit, although the environment was not done.
   weight: float = 1.0  # multiplies the prompt's weight, for this attempt alone.
+  # Experts that the engine chose, see `ExpertShape`; None: they are not recorded.
+  experts: Int[np.ndarray, "completion L k"] | None = None
 
   def __post_init__(self):
     lengths = {
@@ -134,6 +162,7 @@ class Rollout:
       len(self.loss_mask),
       len(self.behavior_logprobs),
       len(self.weight_versions),
+      len(self.completion_ids if self.experts is None else self.experts),
     }
     if len(lengths) != 1:
       raise ValueError(f"per-token arrays of one rollout differ in length: {sorted(lengths)}")
@@ -153,6 +182,8 @@ class RolloutGroup:
   prompt: Prompt
   rollouts: tuple[Rollout, ...]
   greedy: Rollout | None = None  # an attempt at temperature 0, never learned from: a baseline.
+  # Experts of the prompt's tokens in one of the attempts; None: they are not recorded.
+  prompt_experts: Int[np.ndarray, "prompt L k"] | None = None
 
   @property
   def rewards(self) -> Float[np.ndarray, " G"]:
@@ -203,6 +234,7 @@ class Batch:
   kept: Bool[Numbers, "B N"] | None = None  # at `loss_places`; see `LossTokens.kept`.
   ages: Int[Numbers, "B N"] | None = None  # at `loss_places`; see `LossTokens.ages`.
   weights: Float[Numbers, "B N"] | None = None  # at `loss_places`; see `LossTokens.weights`.
+  experts: Int[Numbers, "B T L k"] | None = None  # to use; see `ExpertShape`. None: none are set.
 
 
 @pytree

@@ -22,6 +22,7 @@ from grpo_jax.batching import layout, packing
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.types import (
   Denominators,
+  ExpertShape,
   Mean,
   Metrics,
   Minibatch,
@@ -88,6 +89,7 @@ def assemble(
   skip_zero_advantage: bool,
   step: int | None = None,
   weighted: bool = False,
+  experts: ExpertShape | None = None,
 ) -> Assembled:
   """Packs groups into microbatches of the shapes given, as cheaply as they allow.
 
@@ -118,6 +120,7 @@ def assemble(
       they have no ages.
     weighted: Whether the batches have weights even if that of every completion in the loss is 1,
       so that all steps of a run use the same programs.
+    experts: Shape of the records of experts that the batches have; None: they have none.
 
   Returns:
     Minibatches, placements, and the metrics "batch/packing_efficiency" (tokens per
@@ -156,7 +159,7 @@ def assemble(
   for part in parts:
     packed = packing.pack(part.sizes(groups), shapes, cost=cost, one_piece=not pack)
     if packed:
-      options = {"step": step, "has_weights": weighted}
+      options = {"step": step, "has_weights": weighted, "experts": experts}
       minibatch, placed = _minibatch(len(made), part, packed, groups, advantages, used, **options)
       made.append(minibatch)
       placements += placed

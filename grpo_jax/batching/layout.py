@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from grpo_jax.batching.packing import Shape
 from grpo_jax.compilation import programs
 from grpo_jax.rl import staleness
-from grpo_jax.types import Batch, RolloutGroup
+from grpo_jax.types import Batch, ExpertShape, RolloutGroup
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ def batch(
   *,
   step: int | None = None,
   has_weights: bool = False,
+  experts: ExpertShape | None = None,
 ) -> tuple[Batch, list[list[int]]]:
   """Lays rows of segments out as the arrays that `types.Batch` describes.
 
@@ -40,6 +41,8 @@ def batch(
     advantages: Advantage of each rollout.
     step: Number of the training step, for the ages of the tokens; None: the batch has no ages.
     has_weights: Whether the batch has the weights of its completions.
+    experts: Shape of the records of experts; None: the batch has none. Of a prompt, which is stored
+      once, the batch has the record of its group.
 
   Returns:
     The batch, and for each row the place at which each of its completions begins.
@@ -49,6 +52,8 @@ def batch(
     arrays["ages"] = np.full((shape.rows, shape.loss_tokens), staleness.UNKNOWN, np.int32)
   if has_weights:
     arrays["weights"] = np.zeros((shape.rows, shape.loss_tokens), np.float32)
+  if experts is not None:
+    arrays["experts"] = experts.unknown(shape.rows, shape.row_tokens)
   for b, row in enumerate(rows):
     at, row_starts = 0, []
     for number, segment in enumerate(row, start=1):
@@ -93,6 +98,7 @@ def described(
   has_kept: bool = False,
   has_ages: bool = False,
   has_weights: bool = False,
+  experts: ExpertShape | None = None,
 ) -> Batch:
   """Returns shapes, dtypes and shardings of a batch, in place of its arrays.
 
@@ -106,6 +112,7 @@ def described(
     has_kept: Whether completions of the batch may be left out; see `LossTokens.kept`.
     has_ages: Whether the batch has the ages of its tokens; see `LossTokens.ages`.
     has_weights: Whether the batch has the weights of its completions; see `LossTokens.weights`.
+    experts: Shape of the records of experts; None: the batch has none.
   """
   arrays = blank(shape)
   at_places = np.zeros((shape.rows, shape.loss_tokens), np.float32)
@@ -116,6 +123,8 @@ def described(
   arrays |= {"kept": at_places > 0} if has_kept else {}
   arrays |= {"ages": at_places.astype(np.int32)} if has_ages else {}
   arrays |= {"weights": at_places} if has_weights else {}
+  if experts is not None:
+    arrays["experts"] = experts.unknown(shape.rows, shape.row_tokens)
   return programs.abstract(Batch(**arrays), sharding)
 
 
@@ -137,6 +146,8 @@ def _fill(
   row["positions"][here] = np.arange(len(prompt))
   row["predecessors"][here] = np.maximum(np.arange(at, last_of_prompt + 1) - 1, at)
   row["segment_ids"][at : at + segment.tokens] = number
+  if "experts" in row and group.prompt_experts is not None:
+    row["experts"][here] = group.prompt_experts
   starts, start = [], at + len(prompt)
   for branch, r in enumerate(segment.rollouts, start=1):
     rollout = group.rollouts[r]
@@ -151,6 +162,8 @@ def _fill(
     row["rollout_ids"][here] = first_rollout + branch - 1
     row["advantages"][here] = advantages[r]
     row["behavior_logprobs"][here] = rollout.behavior_logprobs
+    if "experts" in row and rollout.experts is not None:
+      row["experts"][here] = rollout.experts
     starts.append(start)
     start += length
   return starts

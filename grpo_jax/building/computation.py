@@ -252,7 +252,7 @@ class Computation:
     }
     return self._batches(**(fields | without))
 
-  def _batches(self, **fields: bool) -> dict[str, Batch]:
+  def _batches(self, **fields: Any) -> dict[str, Batch]:
     """Returns shapes, dtypes and shardings of a batch of every shape, by its description.
 
     Args:

@@ -117,6 +117,10 @@ class Generation:
   weight_versions: Int[np.ndarray, " completion"]  # version of the weights that sampled each token.
   finish_reason: FinishReason
   matched_stop: int | str | None = None  # the stop id or stop string that ended it, if any.
+  # Experts of each token, if the engine records them; see `types.ExpertShape`. The last sampled
+  # token has none, because it was never fed to the model.
+  prompt_experts: Int[np.ndarray, "prompt L k"] | None = None
+  experts: Int[np.ndarray, "completion L k"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 All processes have the prompts, so only the attempts are written: arrays of all attempts one after
 another, and JSON for what is neither a number of a token nor a float. Masks and weight versions
-are written as runs, because they are equal over many tokens. About 8 bytes a token and the text.
-Pure.
+are written as runs, because they are equal over many tokens. About 8 bytes a token and the text,
+and of a mixture of experts a byte for each choice. Pure.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.groups import expert_bytes
 from grpo_jax.groups.group_json import ARRAYS, EVENTS
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup, Turn
 
@@ -41,6 +42,10 @@ def encode(groups: Sequence[RolloutGroup], prompts: Sequence[Prompt]) -> bytes:
   blocks = {name: found[name] for name in _PLAIN}
   for name in _RUNS:
     blocks[f"{name} values"], blocks[f"{name} counts"] = _runs(found[name])
+  of_prompts = [group.prompt_experts for group in groups]
+  blocks["experts"], experts = expert_bytes.joined(
+    [*of_prompts, *(each.experts for each in rollouts)]
+  )
   blocks["lengths"] = np.asarray([len(each.completion_ids) for each in rollouts], "<i8")
   blocks["floats"] = np.asarray([number for each in rollouts for number in _floats(each)], "<f8")
   blocks["prompt ids"] = np.concatenate([np.zeros(0, "<i4"), *changed]).astype("<i4")
@@ -51,6 +56,7 @@ def encode(groups: Sequence[RolloutGroup], prompts: Sequence[Prompt]) -> bytes:
       for group, own in zip(groups, described, strict=True)
     ],
     "rollouts": [_rest(each) for each in rollouts],
+    "experts": experts,
   }
   # A text may hold lone surrogates, also two that ASCII would join.
   header = json.dumps(rest, ensure_ascii=False).encode("utf-8", "surrogatepass")
@@ -88,20 +94,33 @@ def _decoded(data: memoryview, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
     if len(array) != lengths.sum():
       raise ValueError(f"{len(array)} {name} for {lengths.sum()} tokens")
   ends = np.cumsum(lengths)
+  experts = iter(expert_bytes.split(blocks["experts"], rest["experts"]))
+  of_prompts = [next(experts) for _ in prompts]
   floats = iter(blocks["floats"].tolist())
   made = iter(
     [
-      _rollout(own, {name: array[end - n : end].copy() for name, array in arrays.items()}, floats)
+      _rollout(
+        own,
+        {name: array[end - n : end].copy() for name, array in arrays.items()},
+        floats,
+        next(experts),
+      )
       for own, n, end in zip(rest["rollouts"], lengths.tolist(), ends.tolist(), strict=True)
     ]
   )
   ids, groups = iter(blocks["prompt ids"]), []
-  for (count, has_greedy, changed), asked in zip(rest["groups"], prompts, strict=True):
+  described = zip(rest["groups"], prompts, of_prompts, strict=True)
+  for (count, has_greedy, changed), asked, of_prompt in described:
     prompt = asked if changed is None else _changed(asked, changed, ids)
+    if of_prompt is not None and len(of_prompt) != len(prompt.token_ids):
+      raise ValueError(
+        f"experts of {len(of_prompt)} tokens for {len(prompt.token_ids)} of a prompt"
+      )
     attempts = tuple(next(made) for _ in range(count))
-    groups.append(RolloutGroup(prompt, attempts, next(made) if has_greedy else None))
-  for name, left in {"rollouts": made, "floats": floats, "prompt ids": ids}.items():
-    if next(left, None) is not None:
+    groups.append(RolloutGroup(prompt, attempts, next(made) if has_greedy else None, of_prompt))
+  left_over = {"rollouts": made, "floats": floats, "prompt ids": ids, "experts": experts}
+  for name, left in left_over.items():
+    if next(left, left) is not left:
       raise ValueError(f"there are {name} that no group has")
   return groups
 
@@ -187,10 +206,14 @@ def _rest(rollout: Rollout) -> dict[str, Any]:
 
 
 def _rollout(
-  rest: dict[str, Any], arrays: dict[str, np.ndarray], floats: Iterator[float]
+  rest: dict[str, Any],
+  arrays: dict[str, np.ndarray],
+  floats: Iterator[float],
+  experts: expert_bytes.Record,
 ) -> Rollout:
   return Rollout(
     **arrays,
+    experts=experts,
     **{name: rest[name] for name in _NAMED},
     finish_reason=FinishReason(rest["finish_reason"]),
     reward=next(floats),

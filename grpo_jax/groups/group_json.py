@@ -1,6 +1,7 @@
 """Groups of rollouts ↔ JSON, bit for bit: how a checkpoint holds groups not yet learned from. Pure.
 
-Arrays are written as base64 of their little-endian bytes: about 18 characters a token. Parts of a
+Arrays are written as base64 of their little-endian bytes: about 18 characters a token, and with the
+experts of a mixture 4/3 characters for each choice. Parts of a
 prompt that only sampling and scoring need are left out: its messages, its tools, its stop strings,
 and its `info`, which may hold anything, except for the expected answer.
 """
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.groups import expert_bytes
 from grpo_jax.metrics import attempt_events
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup, Turn
 from grpo_jax.values.json_numbers import decoded, encoded
@@ -49,6 +51,7 @@ def encode(group: RolloutGroup) -> dict[str, Any]:
     "expected_answer": prompt.expected_answer,
     "rollouts": [_encoded(rollout) for rollout in group.rollouts],
     **({} if group.greedy is None else {"greedy": _encoded(group.greedy)}),
+    **_experts("prompt_experts", group.prompt_experts),
   }
 
 
@@ -72,7 +75,10 @@ def decode(record: Mapping[str, Any]) -> RolloutGroup:
   )
   rollouts = tuple(_decoded(rollout) for rollout in record["rollouts"])
   greedy = record.get("greedy")
-  return RolloutGroup(prompt, rollouts, None if greedy is None else _decoded(greedy))
+  experts = _read_experts(record.get("prompt_experts"))
+  if experts is not None and len(experts) != len(prompt.token_ids):
+    raise ValueError(f"{len(experts)} prompt_experts for {len(prompt.token_ids)} tokens")
+  return RolloutGroup(prompt, rollouts, None if greedy is None else _decoded(greedy), experts)
 
 
 def _info(expected_answer: str | None) -> dict[str, Any]:
@@ -95,6 +101,7 @@ def _encoded(rollout: Rollout) -> dict[str, Any]:
     ],
     "error": rollout.error,
     **{name: getattr(rollout, name) for name in EVENTS},
+    **_experts("experts", rollout.experts),
   }
 
 
@@ -117,8 +124,27 @@ def _decoded(record: Mapping[str, Any]) -> Rollout:
       Turn(sampled, written, decoded(reward)) for sampled, written, reward in record["turn_log"]
     ),
     error=record["error"],
+    experts=_read_experts(record.get("experts")),
     **events,
   )
+
+
+def _experts(name: str, experts: np.ndarray | None) -> dict[str, Any]:
+  """Returns the field of a record of experts; none if there is no record."""
+  if experts is None:
+    return {}
+  dtype = expert_bytes.FORMS[experts.dtype.itemsize]
+  return {
+    name: {"shape": list(experts.shape[1:]), "dtype": dtype, "values": _packed(experts, dtype)}
+  }
+
+
+def _read_experts(record: Mapping[str, Any] | None) -> np.ndarray | None:
+  """Reads what `_experts` has written."""
+  if record is None:
+    return None
+  layers, chosen = record["shape"]
+  return _unpacked(record["values"], record["dtype"]).reshape(-1, layers, chosen)
 
 
 def _packed(values: np.ndarray, dtype: str) -> str:

@@ -16,6 +16,7 @@ from grpo_jax.engines.base import Generation
 from grpo_jax.environments.base import Endpoint, EnvironmentFactory, StepResult
 from grpo_jax.environments.isolation import EnvironmentFailure, IsolatedEnvironment, checked_stops
 from grpo_jax.models.chat.tool_calls import MAX_CALLS, Parsed
+from grpo_jax.rollouts.expert_records import ExpertRecord, Experts
 from grpo_jax.types import FinishReason, Prompt, Rollout, Turn
 
 _log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Attempt:
     self._environment: IsolatedEnvironment | None = None
     self._lead = np.zeros(0, np.int32)  # tokens after the prompt, before the first turn.
     self._pieces: list[_Piece] = []  # alternately sampled and written, sampled first.
+    self._experts = ExpertRecord()
     self._results: list[StepResult] = []
     self._finish_reason = FinishReason.STOP
     self._close_failure = ""
@@ -86,6 +88,11 @@ class Attempt:
     return np.concatenate([*before, *(p.token_ids for p in self._pieces)])
 
   @property
+  def prompt_experts(self) -> Experts | None:
+    """Experts of the prompt's tokens; None if they are not known, or if the attempt failed."""
+    return None if self.error else self._experts.of(0, len(self.prompt.token_ids))
+
+  @property
   def is_agent(self) -> bool:
     """Whether its environment drives the conversation itself; see `agents.py`."""
     return self._factory.is_agent
@@ -100,6 +107,7 @@ class Attempt:
     self._pieces.append(
       _Piece(generation.token_ids, generation.logprobs, generation.weight_versions, True)
     )
+    self._experts.add(generation)
     self._finish_reason = generation.finish_reason
 
   def add_observation(self, ids: Int[np.ndarray, " written"]) -> None:
@@ -203,7 +211,8 @@ class Attempt:
 
   def rollout(self, tokenizer: Tokenizer) -> Rollout:
     """Returns the finished attempt."""
-    ids = self.token_ids[len(self.prompt.token_ids) :]
+    begin = len(self.prompt.token_ids)
+    ids = self.token_ids[begin:]
     components: Counter[str] = Counter()
     metrics = dict(self._counts)
     for result in self._results:
@@ -226,6 +235,7 @@ class Attempt:
       failure=self.error.kind if self.error else "",
       close_failure=self._close_failure,
       hit_turn_limit=self._hit_turn_limit,
+      experts=self._experts.of(begin, begin + len(ids)),
     )
 
   def _turn_log(self, rewards: Sequence[float]) -> tuple[Turn, ...]:

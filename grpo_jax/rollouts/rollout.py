@@ -349,7 +349,10 @@ class _Collector:
         agents.settle(members, self._turns.tokenizer)
       rollouts = tuple(e.rollout(self._turns.tokenizer) for e in members if not e.is_greedy)
       greedy = [e.rollout(self._turns.tokenizer) for e in members if e.is_greedy]
-      group = RolloutGroup(attempt.prompt, rollouts, *greedy)
+      # Of the first attempt that has them: the prompt is computed once in training.
+      experts = (e.prompt_experts for e in members if not e.is_greedy)
+      experts = next((found for found in experts if found is not None), None)
+      group = RolloutGroup(attempt.prompt, rollouts, *greedy, prompt_experts=experts)
       self._arrived.put_nowait(Finished(ordinal, group))
 
   async def _turn(

@@ -1,6 +1,7 @@
 """What goes where in a batch, what is left out, and that all of it is counted."""
 
 import collections
+import dataclasses
 
 import jax
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from grpo_jax import batching
 from grpo_jax.batching import layout, packing
-from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
+from grpo_jax.types import ExpertShape, FinishReason, Prompt, Rollout, RolloutGroup
 
 
 def rollout(length, reward=1.0, first=100, **changes):
@@ -297,3 +298,20 @@ def test_passes_over_the_minibatches_are_counted():
   assert {name: value(once, name) for name in counts} == counts
   assert {name: value(twice, name) for name in counts} == {k: 2 * v for k, v in counts.items()}
   assert value(once, "rows") == value(twice, "rows")
+
+
+def test_experts_lie_at_the_tokens_that_they_were_recorded_of():
+  shape = ExpertShape(layers=2, chosen=1, experts=9)
+  record = lambda *experts: np.broadcast_to(
+    np.asarray(experts, np.int8)[:, None, None], (len(experts), 2, 1)
+  )
+  known = group(3, rollout(2, experts=record(4, 5)), rollout(1, experts=record(-1)))
+  known = dataclasses.replace(known, prompt_experts=record(1, 2, 3))
+  made = assemble([known, group(2, rollout(1))], shapes=rows_of(12), experts=shape)
+  batch = made.minibatches[0].microbatches[0]
+  assert batch.experts.dtype == np.int8 and batch.experts.shape == (1, 12, 2, 1)
+  assert batch.experts[0, :, 1, 0].tolist() == [1, 2, 3, 4, 5, -1, *[-1] * 6]
+  described = layout.described(rows_of(12)[0], experts=shape).experts
+  assert (described.shape, described.dtype) == (batch.experts.shape, batch.experts.dtype)
+  (alone,) = assemble([known]).minibatches
+  assert alone.microbatches[0].experts is None

@@ -1,13 +1,14 @@
 """Groups as bytes: what one process sends is what the others read, bit for bit."""
 
 import dataclasses
+import json
 import math
 import struct
 
 import numpy as np
 import pytest
 
-from grpo_jax.groups import group_bytes
+from grpo_jax.groups import group_bytes, group_json
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup, Turn
 
 ODD_NAN = struct.unpack("<d", struct.pack("<Q", 0x7FF8_0000_DEAD_BEEF))[0]
@@ -47,8 +48,19 @@ def rollout(rng, length: int, number: int = 0) -> Rollout:
   )
 
 
-def made(count: int = 9):
-  """Returns groups and the prompts that were asked."""
+def with_experts(group: RolloutGroup, rng, dtype: str) -> RolloutGroup:
+  """Returns the group with experts of its prompt and of every second attempt, as they are known."""
+  record = lambda tokens: rng.integers(-1, 127, (tokens, 3, 2)).astype(dtype)
+  rollouts = [
+    dataclasses.replace(each, experts=record(len(each.completion_ids)) if i % 2 else None)
+    for i, each in enumerate(group.rollouts)
+  ]
+  of_prompt = record(len(group.prompt.token_ids))
+  return dataclasses.replace(group, rollouts=tuple(rollouts), prompt_experts=of_prompt)
+
+
+def made(count: int = 9, experts: str = ""):
+  """Returns groups and the prompts that were asked; with a dtype of experts some have them."""
   rng = np.random.default_rng(0)
   prompts = [prompt(i) for i in range(count)]
   groups = []
@@ -58,7 +70,8 @@ def made(count: int = 9):
       ids = rng.integers(0, 9, i).astype(np.int32)
       own = dataclasses.replace(asked, token_ids=ids, text=TEXTS[i % 5], is_cut=i % 2 == 0)
     attempts = tuple(rollout(rng, int(n), i + j) for j, n in enumerate(rng.integers(0, 6, i % 5)))
-    groups.append(RolloutGroup(own, attempts, rollout(rng, 3, i) if i % 3 == 2 else None))
+    group = RolloutGroup(own, attempts, rollout(rng, 3, i) if i % 3 == 2 else None)
+    groups.append(with_experts(group, rng, experts) if experts and i % 3 else group)
   return groups, prompts
 
 
@@ -77,8 +90,9 @@ def bits(value):
   return value
 
 
-def test_groups_come_back_bit_for_bit():
-  groups, prompts = made()
+@pytest.mark.parametrize("experts", ["", "int8", "int16"])
+def test_groups_come_back_bit_for_bit(experts):
+  groups, prompts = made(experts=experts)
   back = group_bytes.decode(group_bytes.encode(groups, prompts), prompts)
   assert bits(back) == bits(groups)
   assert group_bytes.decode(group_bytes.encode([], []), []) == []
@@ -101,8 +115,9 @@ def test_the_group_of_another_prompt_is_refused(change):
     group_bytes.encode([dataclasses.replace(groups[0], prompt=other)], prompts)
 
 
-def test_damaged_bytes_are_refused():
-  groups, prompts = made(6)
+@pytest.mark.parametrize("experts", ["", "int8"])
+def test_damaged_bytes_are_refused(experts):
+  groups, prompts = made(6 if not experts else 3, experts=experts)
   data = group_bytes.encode(groups, prompts)
   for length in range(len(data)):
     with pytest.raises(ValueError):
@@ -124,3 +139,24 @@ def test_a_token_takes_eight_bytes():
   asked = prompt(0)
   data = group_bytes.encode([RolloutGroup(asked, (plain,) * 8)], [asked])
   assert len(data) < 8 * 8000 + 8 * 500
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16"])
+def test_a_checkpoint_holds_the_experts_bit_for_bit(dtype):
+  groups, _ = made(experts=dtype)
+  for group in (groups[2], groups[5], groups[0]):
+    sent = json.loads(json.dumps(group_json.encode(group)))
+    back = group_json.decode(sent)
+    assert bits(back.prompt_experts) == bits(group.prompt_experts)
+    assert [bits(r.experts) for r in back.rollouts] == [bits(r.experts) for r in group.rollouts]
+  sent = json.loads(json.dumps(group_json.encode(groups[2])))
+  sent["prompt_experts"]["shape"] = [3, 1]
+  with pytest.raises(ValueError, match="6 prompt_experts for 3 tokens"):
+    group_json.decode(sent)
+
+
+def test_experts_of_two_models_are_refused():
+  groups, prompts = made(6, experts="int8")
+  groups[2] = with_experts(groups[2], np.random.default_rng(0), "int16")
+  with pytest.raises(ValueError, match="experts of several models"):
+    group_bytes.encode(groups, prompts)
