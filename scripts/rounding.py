@@ -33,7 +33,7 @@ from grpo_jax.commands import cli
 from grpo_jax.compilation import precision
 from grpo_jax.engines.base import GenerationRequest, SamplingParams
 from grpo_jax.engines.jax_sampler import JaxSampler
-from grpo_jax.models import layers, transformer
+from grpo_jax.models import rotary, transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 from grpo_jax.rl import diagnostics
@@ -99,7 +99,7 @@ def reference_logits(params: Any, config: ModelConfig, tokens: Any, dtype: Any) 
     return rounded(x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + config.rms_norm_eps)) * w
 
   length = tokens.shape[1]
-  frequencies = layers.rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+  frequencies = rotary.frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
   angles = jnp.arange(length)[:, None] * jnp.asarray(frequencies, wide)
   cos, sin = (rounded(jnp.tile(f(angles), 2))[:, None] for f in (jnp.cos, jnp.sin))
 

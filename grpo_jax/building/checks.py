@@ -144,17 +144,24 @@ def _chip(mesh: Mesh) -> choice.Chip:
 
 
 def check_context(config: Config, model: loading.ModelFacts) -> None:
-  """Raises ConfigError if completions may exceed the model's context, where the run would fail."""
+  """Raises ConfigError if completions may exceed the model's context, where the run would fail.
+
+  A run on recorded responses may exceed it, unless its rotary frequencies would then change.
+  """
   allowed = run_options.limits(config).max_tokens or 0
-  known = model.config.max_position_embeddings
-  if not modes.is_offline(config) and allowed > known:
+  known, of = model.config.context, "max_position_embeddings"
+  if model.config.rotary_bound == known:
+    of = f"context of its rotary scaling {model.config.rope_scaling}"
+  elif modes.is_offline(config):
+    return
+  if allowed > known:
     bounds, remedy = "rollout.max_tokens lets", "it"
     if batching_options.longest_row(config) is not None:
       rows = "row_buckets" if config.batching.row_tokens is None else "row_tokens"
       bounds, remedy = f"rollout.max_tokens and batching.{rows} let", "one of them"
     raise configuration.ConfigError(
       f"{bounds} a prompt with its completion have {allowed} tokens, but the model in"
-      f" {model.directory} reads {known} (max_position_embeddings): lower {remedy}"
+      f" {model.directory} reads {known} ({of}): lower {remedy}"
     )
 
 

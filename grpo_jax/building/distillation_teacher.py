@@ -69,10 +69,10 @@ def find(config: Config, tokenizer_folder: Any, mesh: Mesh) -> stored.StoredWeig
       f" same: comparing {tokenizer_folder} with {found.directory}, {wrong}"
     )
   needed = run_options.limits(config).max_tokens or 0
-  if needed > found.config.max_position_embeddings:
+  if needed > found.config.context:
     raise ConfigError(
       f"teacher.path={path}: a prompt with its completion may have {needed} tokens, but the teacher"
-      f" reads {found.config.max_position_embeddings} (max_position_embeddings): lower"
+      f" reads {found.config.context} (max_position_embeddings): lower"
       " rollout.max_tokens"
     )
   checks.check_split(mesh, found.model)

@@ -140,7 +140,7 @@ def config_of(model: str, *, base: str | None = None, changes: Sequence[str] = (
   reference = stored.parse(model)
   if reference.step is not None:
     return named_code.config_to_run(pathlib.Path(reference.place), changes=changes)
-  context = stored.find(reference, base=base).config.max_position_embeddings
+  context = stored.find(reference, base=base).config.context
   values = {
     "rollout.max_tokens": min(_TOKENS, context),
     "sampling.max_tokens": _ANSWER,

@@ -22,7 +22,7 @@ from grpo_jax.engines import cache_forms, cached_attention, kv_cache, sampler_we
 from grpo_jax.engines.kv_cache import Cache
 from grpo_jax.engines.sampler_inputs import Pieces, PrefillChunk, ProgramOptions, RowStates
 from grpo_jax.engines.sampler_weights import SamplerWeights
-from grpo_jax.models import layers
+from grpo_jax.models import layers, rotary
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.placement import MeshPlacement, attention_partition
 from grpo_jax.models.products import Products
@@ -349,6 +349,6 @@ def _drawn(
 
 
 def _angles(positions: Int[Array, "B T"], config: ModelConfig) -> dict[int | None, tuple[Any, Any]]:
-  """Returns the rotary angles of every table that a layer has; see `layers.rope_angles`."""
+  """Returns the rotary angles of every table that a layer has; see `rotary.angles`."""
   tables = dict.fromkeys(kind.rope for kind in config.kinds)
-  return {table: layers.rope_angles(positions, config, table) for table in tables}
+  return {table: rotary.angles(positions, config, table) for table in tables}

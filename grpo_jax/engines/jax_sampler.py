@@ -131,7 +131,7 @@ class JaxSampler:
     self._config = config
     self._decode_text = decode
     self._max_rows = max_rows
-    self._max_length = max_length or config.max_position_embeddings
+    self._max_length = max_length or config.context
     self._warn_of_truncation = warn_of_truncation and not report_truncated_logprobs
     self._options = sampler_inputs.ProgramOptions(
       config=config,

@@ -210,7 +210,7 @@ class SGLangEngine:
     base.check_requests(
       requests,
       vocab_size=self._config.vocab_size,
-      max_length=self._config.max_position_embeddings,
+      max_length=self._config.context,
       can_decode=True,  # servers have the tokenizer.
     )
     if self._seeded and any(r.sampling.min_p > 0 for r in requests):
@@ -371,7 +371,7 @@ def make(
       dtype=dtype.name,
       products=products,
       max_rows=max_rows,
-      context_length=config.max_position_embeddings,
+      context_length=config.context,
       adapter=adapter,
     )
     if adapter is not None:

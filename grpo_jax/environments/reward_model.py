@@ -172,7 +172,7 @@ def make(
     model,
     encoder,
     label=_label(label, model),
-    max_tokens=min(max_tokens, model.config.max_position_embeddings),
+    max_tokens=min(max_tokens, model.config.context),
     batch_size=batch_size,
     batch_wait_s=batch_wait_s,
     compute_dtype=compute_dtype,

@@ -64,6 +64,7 @@ class ModelConfig:
     if self.activation not in ACTIVATIONS.values():
       known = sorted(set(ACTIVATIONS.values()))
       raise ModelError(f"unknown activation {self.activation!r}; have {known}")
+    self._check_ropes()
     self._check_kinds()
 
   @property
@@ -72,9 +73,32 @@ class ModelConfig:
     return (Rope(self.rope_theta, self.rope_scaling), *self.further_ropes)
 
   @property
+  def rotary_bound(self) -> int | None:
+    """Longest sequence whose rotary angles are those of its tables; None: any."""
+    bounds = [rope.scaling.longest for rope in self.ropes if rope.scaling is not None]
+    return min((bound for bound in bounds if bound is not None), default=None)
+
+  @property
+  def context(self) -> int:
+    """Longest sequence that the model reads: max_position_embeddings, or `rotary_bound`."""
+    return min(self.max_position_embeddings, self.rotary_bound or self.max_position_embeddings)
+
+  @property
   def kinds(self) -> tuple[LayerKind, ...]:
     """Kind of each layer."""
     return self.layer_kinds or (PLAIN,) * self.num_layers
+
+  def _check_ropes(self) -> None:
+    """Raises ModelError for a table of frequencies that does not fit the width of a head."""
+    for scaling in (rope.scaling for rope in self.ropes):
+      if scaling is None or scaling.kind != "longrope":
+        continue
+      lengths = len(scaling.short_factor), len(scaling.long_factor)
+      if lengths != (self.head_dim // 2,) * 2:
+        raise ModelError(
+          f"short_factor and long_factor of longrope need {self.head_dim // 2} numbers each, half"
+          f" of head_dim, got {lengths[0]} and {lengths[1]}"
+        )
 
   def _check_kinds(self) -> None:
     """Raises ModelError for kinds that do not fit; replaces kinds that are all plain by ()."""
@@ -114,11 +138,11 @@ def from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig
   missing = [name for name in _REQUIRED if name not in fields]
   if missing:
     raise ModelError(f"{where}: {family.ARCHITECTURE} lacks {missing}")
-  default_theta = family.DEFAULTS.get("rope_theta", 10000.0)
-  theta, scaling = _rope_from_hf(Fields(hf, where), default_theta)
   heads = fields.integer("num_attention_heads", low=1, high=MOST_HEADS)
   width = fields.integer("hidden_size", low=1, high=WIDEST)
   layers = fields.integer("num_hidden_layers", low=1, high=MOST_LAYERS)
+  context = fields.integer("max_position_embeddings", low=1, high=2**31 - 1)
+  rope, *further = family.ROPES.read(Fields(hf, where), context)
   try:
     return ModelConfig(
       family=family.MODEL_TYPE,
@@ -130,10 +154,11 @@ def from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig
       num_kv_heads=fields.integer("num_key_value_heads", heads, low=1, high=heads),
       head_dim=_head_dim(fields, width, heads),
       rms_norm_eps=fields.number("rms_norm_eps", 1e-6, above=0.0),
-      rope_theta=theta,
-      rope_scaling=scaling,
+      rope_theta=rope.theta,
+      rope_scaling=rope.scaling,
+      further_ropes=tuple(further),
       tie_embeddings=fields.boolean("tie_word_embeddings", default=False),
-      max_position_embeddings=fields.integer("max_position_embeddings", low=1, high=2**31 - 1),
+      max_position_embeddings=context,
       layer_kinds=family.layer_kinds(fields, layers),
       activation=ACTIVATIONS[fields.string("hidden_act") or "silu"],
       **family.switches(fields),
@@ -176,7 +201,6 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     ValueError: The family's config.json cannot describe this model.
   """
   family = FAMILIES_BY_NAME[config.family]
-  rope = _rope_to_hf(config.rope_scaling)
   written = {
     "architectures": [family.ARCHITECTURE],
     "model_type": family.MODEL_TYPE,
@@ -189,9 +213,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     "head_dim": config.head_dim,
     "hidden_act": next(name for name, of in ACTIVATIONS.items() if of == config.activation),
     "rms_norm_eps": config.rms_norm_eps,
-    "rope_theta": config.rope_theta,
-    "rope_scaling": rope,
-    "rope_parameters": {**(rope or {"rope_type": "default"}), "rope_theta": config.rope_theta},
+    **family.ROPES.write(config.ropes),
     "tie_word_embeddings": config.tie_embeddings,
     "max_position_embeddings": config.max_position_embeddings,
     **family.hf_switches(config),
@@ -253,82 +275,6 @@ def _refuse_unsupported(fields: Fields) -> None:
     raise ModelError(f"{fields.where} has unsupported options: " + "; ".join(unsupported))
 
 
-def _rope_from_hf(given: Fields, default_theta: float) -> tuple[float, RopeScaling | None]:
-  """Returns the base of the rotary frequencies and their scaling.
-
-  As in transformers 5, a `rope_scaling` that is not empty replaces `rope_parameters`. What it lacks
-  is taken from the top level.
-  """
-  sections = {name: given.section(name) for name in ("rope_scaling", "rope_parameters")}
-  chosen = "rope_scaling" if sections["rope_scaling"] else "rope_parameters"
-  if any(isinstance(value, Mapping) for part in sections.values() for value in part.values()):
-    raise ModelError(f"{given.where}: rope_parameters that differ by layer type are not supported")
-  at_top = {name: given.get(name) for name in _ROPE_AT_TOP}
-  own = {name: value for name, value in sections[chosen].items() if value is not None}
-  rope = Fields({**at_top, **own}, f"{given.where}: rope_parameters (or rope_scaling)")
-  theta = rope.number("rope_theta", default_theta, above=0.0)
-  kind = rope.string("rope_type") or rope.string("type") or "default"
-  if kind not in _ROPE_KINDS:
-    raise ModelError(
-      f"{given.where}: rope type {short(kind)} is not supported;"
-      f" supported are {sorted(_ROPE_KINDS)}"
-    )
-  missing = [name for name in _ROPE_KINDS[kind] if name not in rope]
-  if missing:
-    raise ModelError(f"{given.where}: rope type {kind!r} needs {missing}")
-  for part in (at_top, *sections.values()):
-    if part.get("partial_rotary_factor") not in (None, 1):
-      found = short(part["partial_rotary_factor"])
-      raise ModelError(f"{given.where}: partial_rotary_factor must be 1, got {found}")
-  used = {"rope_type": kind, "type": kind, "rope_theta": theta}
-  used |= {name: rope.get(name) for name in _ROPE_KINDS[kind]}
-  if kind != "default" and sections["rope_parameters"].get("rope_type") == "default":
-    del sections["rope_parameters"]["rope_type"]  # the scaling of a model card was added to it.
-  places = {f"in {name}": part for name, part in sections.items()}
-  _refuse_contradictions(used, {"at the top level": at_top, **places}, given.where)
-  return theta, _rope_scaling(kind, rope)
-
-
-def _refuse_contradictions(
-  used: Mapping[str, Any], places: Mapping[str, Mapping[str, Any]], where: str
-) -> None:
-  """Raises ModelError if a place of a config.json differs from what is used: other programs,
-  or other versions of transformers, may read that place."""
-  for place, values in places.items():
-    for name, value in values.items():
-      if name in used and value is not None and value != used[name]:
-        raise ModelError(
-          f"{where}: {name} is {short(value)} {place} and {short(used[name])} otherwise;"
-          " rope_scaling (which replaces rope_parameters), rope_parameters and the top level must"
-          " agree"
-        )
-
-
-def _rope_scaling(kind: str, rope: Fields) -> RopeScaling | None:
-  if kind == "default":
-    return None
-  factor = rope.number("factor", above=0.0)
-  if kind == "linear":
-    return RopeScaling(kind, factor)
-  low = rope.number("low_freq_factor", above=0.0)
-  return RopeScaling(
-    kind=kind,
-    factor=factor,
-    low_freq_factor=low,
-    high_freq_factor=rope.number("high_freq_factor", above=low),
-    original_max_position_embeddings=rope.integer(
-      "original_max_position_embeddings", low=1, high=2**31 - 1
-    ),
-  )
-
-
-def _rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
-  if scaling is None:
-    return None
-  fields = {name: dataclasses.asdict(scaling)[name] for name in _ROPE_KINDS[scaling.kind]}
-  return {"rope_type": scaling.kind, **fields}
-
-
 # The largest accepted value: far above every published model, but small enough to list.
 MOST_LAYERS = 4096
 MOST_HEADS = 1 << 14
@@ -342,21 +288,6 @@ _REQUIRED = (
   "num_hidden_layers",
   "num_attention_heads",
 )
-
-# Rotary settings that a config.json may have outside of rope_parameters and rope_scaling.
-_ROPE_AT_TOP = ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor")
-
-# Kind of rotary scaling → the fields of config.json that it needs.
-_ROPE_KINDS = {
-  "default": (),
-  "linear": ("factor",),
-  "llama3": (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-  ),
-}
 
 # `hidden_act` of config.json → `ModelConfig.activation`; the first name of each is written.
 ACTIVATIONS = {

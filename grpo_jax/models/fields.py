@@ -54,6 +54,15 @@ class Fields:
       raise self.wrong(name, f"a finite number above {above:g}")
     return number
 
+  def numbers(self, name: str, *, above: float) -> tuple[float, ...]:
+    """Returns a list of finite numbers above `above`; raises the same errors as `integer`."""
+    value = self._value(name, None)
+    each = value if isinstance(value, list | tuple) else [None]
+    found = [None if isinstance(one, bool) else json_numbers.finite(one) for one in each]
+    if not all(one is not None and one > above for one in found):
+      raise self.wrong(name, f"a list of finite numbers above {above:g}")
+    return tuple(one for one in found if one is not None)
+
   def boolean(self, name: str, *, default: bool) -> bool:
     """Returns true or false; raises the same errors as `integer`."""
     value = self._value(name, default)

@@ -17,9 +17,9 @@ from grpo_jax.models import (
   export,
   gguf_header,
   gguf_tokenizer,
-  layers,
   leaves,
   loading,
+  rotary,
   safetensors,
 )
 from grpo_jax.models.config import ModelConfig, RopeScaling
@@ -255,11 +255,11 @@ def _rope_scaling(
   if factors is None:
     return None
   # Llama 3's scaling is stored as its result. All published models share the other settings.
-  plain = layers.rope_frequencies(head_dim, theta, None)
+  plain = rotary.frequencies(head_dim, theta, None)
   factors = factors.reshape(-1)
   if factors.shape == plain.shape and np.all(np.isfinite(factors) & (factors > 0)):
     scaling = RopeScaling("llama3", _decimal(factors.max()))
-    scaled = layers.rope_frequencies(head_dim, theta, scaling)
+    scaled = rotary.frequencies(head_dim, theta, scaling)
     if np.allclose(plain / factors, scaled, rtol=1e-4):
       return scaling
   raise ModelError(

@@ -11,12 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
-from grpo_jax.models import leaves
-from grpo_jax.models.config import ModelConfig, RopeScaling
+from grpo_jax.models import leaves, rotary
+from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import FLOAT32, Products
 
 # Given q [B T H E], k and v [B T K E] of the new tokens, returns what they attend to [B T H E]
@@ -105,59 +104,6 @@ def embed(
   return found if config.embedding_scale == 1.0 else found * config.embedding_scale
 
 
-def rope_frequencies(
-  head_dim: int, theta: float, scaling: RopeScaling | None
-) -> Float[np.ndarray, " half"]:
-  """Returns the rotary frequencies ωᵢ, in radians per position.
-
-      ωᵢ = θ^(-2i / E),  i = 0 .. E/2 - 1, then scaled
-
-  "linear" divides all by `factor`. "llama3" divides those of a wavelength 2π/ω above
-  `original / low_freq_factor` positions by `factor`, keeps those below
-  `original / high_freq_factor`, and interpolates between.
-
-  Reference:
-    Su et al. 2021, arXiv:2104.09864, section 3.2.2; Llama 3.1's reference code, `apply_scaling`.
-  """
-  exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-  frequencies = (1.0 / np.float32(theta) ** exponents).astype(np.float32)
-  if scaling is None:
-    return frequencies
-  if scaling.kind == "linear":
-    return (frequencies / scaling.factor).astype(np.float32)
-  turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
-  span = scaling.high_freq_factor - scaling.low_freq_factor
-  share = np.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
-  return (((1 - share) / scaling.factor + share) * frequencies).astype(np.float32)
-
-
-def rope_angles(
-  positions: Int[Array, "B T"], config: ModelConfig, table: int | None = 0
-) -> tuple[Float[Array, "B T half"] | None, Float[Array, "B T half"] | None]:
-  """Returns cosine and sine of position × frequency, for `rope`.
-
-  Args:
-    positions: Position of each token.
-    config: Sizes and switches.
-    table: Index in `config.ropes`; None for a layer without rotary embedding, which has no angles.
-  """
-  if table is None:
-    return None, None
-  chosen = config.ropes[table]
-  frequencies = rope_frequencies(config.head_dim, chosen.theta, chosen.scaling)
-  angles = positions[:, :, None].astype(jnp.float32) * jnp.asarray(frequencies)[None, None, :]
-  return jnp.cos(angles), jnp.sin(angles)
-
-
-def rope(
-  x: Float[Array, "B T heads E"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
-) -> Float[Array, "B T heads E"]:
-  """Rotates every head; component i is paired with i + E/2 (Hugging Face's layout, not GGUF's)."""
-  first, second = jnp.split(x, 2, axis=-1)
-  cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
 def project_qkv(
   params: LayerParams,
   x: Float[Array, "B T D"],
@@ -172,8 +118,8 @@ def project_qkv(
   Args:
     params: Parameters of one layer.
     x: Input of the layer, normed.
-    cos: Cosines, made by `rope_angles`; None: queries and keys are not rotated.
-    sin: Sines, made by `rope_angles`, or None.
+    cos: Cosines, made by `rotary.angles`; None: queries and keys are not rotated.
+    sin: Sines, made by `rotary.angles`, or None.
     config: Sizes and switches.
     products: Options of matrix products.
   """
@@ -188,7 +134,7 @@ def project_qkv(
     k = rms_norm(k, params["k_norm"], config.rms_norm_eps, config.norm_offset)
   if cos is None or sin is None:
     return q, k, v
-  return rope(q, cos, sin), rope(k, cos, sin), v
+  return rotary.rotated(q, cos, sin), rotary.rotated(k, cos, sin), v
 
 
 def project_output(
@@ -268,8 +214,8 @@ def block(
   Args:
     params: Parameters of this layer, as `leaves.layer` names them.
     x: Residual stream, float32.
-    cos: Cosines, made by `rope_angles`; None: a layer without rotary embedding.
-    sin: Sines, made by `rope_angles`, or None.
+    cos: Cosines, made by `rotary.angles`; None: a layer without rotary embedding.
+    sin: Sines, made by `rotary.angles`, or None.
     attend: (q, k, v) of these tokens → (what they attend to, anything else). A sampler writes k
       and v into its cache here, and returns the cache as the second result.
     config: Sizes and switches.

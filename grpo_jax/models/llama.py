@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_jax.models import hf_layers
+from grpo_jax.models import hf_layers, hf_rope
 from grpo_jax.models.fields import Fields
 
 ARCHITECTURE = "LlamaForCausalLM"
@@ -11,6 +11,8 @@ MODEL_TYPE = "llama"
 
 # Defaults of `transformers` for fields that config.json lacks.
 DEFAULTS: Mapping[str, Any] = {"max_position_embeddings": 2048}
+
+ROPES = hf_rope.OneTable()
 
 # Our names → Hugging Face's, for the tensors outside the layers. Files hold kernels ([in, out]
 # here) transposed; see `leaves.Leaf.is_kernel`.

@@ -9,6 +9,7 @@ from grpo_jax.models.fields import Fields
 ARCHITECTURE = "Qwen2ForCausalLM"
 MODEL_TYPE = "qwen2"
 DEFAULTS: Mapping[str, Any] = {"max_position_embeddings": 32768}
+ROPES = llama.ROPES
 TOP_NAMES = llama.TOP_NAMES
 LAYER_PREFIX = llama.LAYER_PREFIX
 LAYER_NAMES = llama.LAYER_NAMES

@@ -13,7 +13,7 @@ from grpo_kernels.attention import Attention, Visible
 from grpo_kernels.attention.visible import WHOLE, visible
 from jaxtyping import Array, Float, Int
 
-from grpo_jax.models import layers
+from grpo_jax.models import rotary
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 
@@ -71,7 +71,7 @@ def tokens(
     attention: Attention of the layers.
     products: Options of matrix products.
   """
-  found = [layers.rope_angles(positions, config, table) for table in _tables(config)]
+  found = [rotary.angles(positions, config, table) for table in _tables(config)]
   cos, sin = zip(*found, strict=True)
   if len(found) == 1:
     angles = cos[0], sin[0]

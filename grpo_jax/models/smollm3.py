@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_jax.models import hf_layers, llama
+from grpo_jax.models import hf_layers, hf_rope, llama
 from grpo_jax.models.fields import Fields
 from grpo_jax.models.layer_kinds import LayerKind
 
@@ -12,11 +12,11 @@ MODEL_TYPE = "smollm3"
 DEFAULTS: Mapping[str, Any] = {
   "max_position_embeddings": 32768,
   "tie_word_embeddings": True,
-  "rope_theta": 2000000.0,
   "bos_token_id": 128000,
   "eos_token_id": 128001,
   "pad_token_id": 128004,
 }
+ROPES = hf_rope.OneTable(2000000.0)
 TOP_NAMES = llama.TOP_NAMES
 LAYER_PREFIX = llama.LAYER_PREFIX
 LAYER_NAMES = llama.LAYER_NAMES

@@ -178,7 +178,7 @@ def _searched(plan: Plan, compile_job: Compile) -> Plan:
   places = sum(shape.places * count for shape, count in shapes.items())
   most_rows = max(-(-places // (plan.replicas * planned.row_tokens)), 1)
   microbatch = search.largest_microbatch(measure, room, start=start, most_rows=most_rows)
-  most_tokens = run.model.max_position_embeddings
+  most_tokens = run.model.context
   one = measure(1, planned.row_tokens)
   each = search.slope(point for point in seen.values() if not point.is_refused)
   row = search.longest_row(measure, room, start=one, per_place=each, most_tokens=most_tokens)

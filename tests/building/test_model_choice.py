@@ -9,8 +9,9 @@ import configs.gsm8k
 from grpo_jax import main, report
 from grpo_jax.building import checks, policy_model
 from grpo_jax.config import configuration, run_options
-from grpo_jax.config.configuration import typed
-from grpo_jax.models import sources, tiny
+from grpo_jax.config.configuration import ConfigError, typed
+from grpo_jax.models import loading, sources, tiny
+from grpo_jax.models.config import ModelConfig, RopeScaling
 from grpo_jax.report import run_data
 
 
@@ -125,3 +126,29 @@ def test_variables_that_the_run_sets_itself_are_refused():
   config.model.chat_template_args = {"tools": [], "enable_thinking": False, "messages": 1}
   found = [line for line in run_options.validate(config) if "chat_template_args" in line]
   assert found == ["model.chat_template_args: the run itself sets messages, tools"]
+
+
+@pytest.mark.parametrize("mode", ["online", "offline"])
+@pytest.mark.parametrize(
+  ("scaling", "is_refused"),
+  [
+    (None, False),
+    (RopeScaling("yarn", 4.0, original_max_position_embeddings=64), False),
+    (RopeScaling("dynamic", 4.0, original_max_position_embeddings=64), True),
+  ],
+)
+def test_contexts_in_which_rotary_frequencies_change_are_refused(
+  mode, scaling, is_refused, tmp_path
+):
+  """Also for recorded responses, which may otherwise be longer than the model's context."""
+  config = configuration.replaced(
+    configs.gsm8k.get_config(), {"mode": mode, "rollout.max_tokens": 65}
+  )
+  sizes = ModelConfig("llama", 61, 24, 37, 2, 6, 2, 8, rope_scaling=scaling)
+  facts = loading.ModelFacts(sizes, tmp_path, {})
+  if not is_refused:
+    checks.check_context(config, facts)
+    return
+  with pytest.raises(ConfigError, match=r"reads 64 \(context of its rotary scaling .*dynamic"):
+    checks.check_context(config, facts)
+  checks.check_context(configuration.replaced(config, {"rollout.max_tokens": 64}), facts)

@@ -11,7 +11,7 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from grpo_jax.models import config as model_config
-from grpo_jax.models import layers
+from grpo_jax.models import rotary
 from grpo_jax.models.errors import ModelError
 
 LLAMA = {
@@ -77,7 +77,7 @@ def test_rotary_settings_are_read_as_in_transformers_or_refused():
       refused += 1
       continue
     wanted = LlamaRotaryEmbedding(theirs).inv_freq.numpy()
-    got = layers.rope_frequencies(found.head_dim, found.rope_theta, found.rope_scaling)
+    got = rotary.frequencies(found.head_dim, found.rope_theta, found.rope_scaling)
     np.testing.assert_allclose(got, wanted, rtol=1e-5, err_msg=str(spelling))
     equal += 1
   assert equal > 70 and refused > 100
@@ -145,8 +145,8 @@ def test_family_is_taken_from_model_type_when_no_architecture_is_named():
     ({"hidden_act": "relu"}, "hidden_act='relu'.*silu"),
     ({"num_local_experts": 8}, "mixture of experts"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'.*default.*linear.*llama3"),
-    ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "'dynamic'"),
+    ({"rope_scaling": {"rope_type": "su", "factor": 4.0}}, "'su'.*default.*linear.*llama3"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' needs .'original_max"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ by layer"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

@@ -9,7 +9,7 @@ import tokenizers
 import transformers
 
 from grpo_jax import models
-from grpo_jax.models import gguf, gguf_tokenizer, layers, leaves
+from grpo_jax.models import gguf, gguf_tokenizer, leaves, rotary
 from grpo_jax.models.config import RopeScaling
 from grpo_jax.models.fields import Fields
 from tests.models import tiny
@@ -119,8 +119,8 @@ def test_quantised_tensors_are_dequantised(tmp_path):
 def test_llama3_scaling_is_recognised_by_its_factors(tmp_path):
   scaling = RopeScaling("llama3", 32.0)
   config = tiny.config(vocab_size=len(TOKENS), head_dim=64, rope_theta=5e5, num_layers=1)
-  plain = layers.rope_frequencies(64, 5e5, None)
-  factors = plain / layers.rope_frequencies(64, 5e5, scaling)
+  plain = rotary.frequencies(64, 5e5, None)
+  factors = plain / rotary.frequencies(64, 5e5, scaling)
   write(tmp_path / "a.gguf", config, random_tensors(config), rope_factors=factors)
   assert gguf.open_file(tmp_path / "a.gguf").config.rope_scaling == scaling
   write(tmp_path / "b.gguf", config, random_tensors(config), rope_factors=np.sqrt(factors))

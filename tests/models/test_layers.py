@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.models import layers
+from grpo_jax.models import layers, rotary
 from grpo_jax.models.config import RopeScaling
 from grpo_jax.models.products import Products
 from tests.models import tiny
@@ -67,7 +67,7 @@ def test_rope_turns_by_position_and_keeps_relative_angles():
   def product(place_q, place_k):
     turned = []
     for x, place in ((q, place_q), (k, place_k)):
-      turned.append(layers.rope(x, *layers.rope_angles(jnp.asarray([[place]]), config)))
+      turned.append(rotary.rotated(x, *rotary.angles(jnp.asarray([[place]]), config)))
     return float(jnp.sum(turned[0] * turned[1]))
 
   assert product(7, 3) == pytest.approx(product(104, 100), rel=1e-4)
@@ -76,8 +76,8 @@ def test_rope_turns_by_position_and_keeps_relative_angles():
 
 def test_llama3_scaling_divides_low_frequencies_and_keeps_high_ones():
   scaling = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
-  plain = layers.rope_frequencies(128, 5e5, None)
-  scaled = layers.rope_frequencies(128, 5e5, scaling)
+  plain = rotary.frequencies(128, 5e5, None)
+  scaled = rotary.frequencies(128, 5e5, scaling)
   # Wavelengths 2π/ω: below 8192/4 kept, above 8192/1 divided by 8, between in between.
   wavelengths = 2 * np.pi / plain
   np.testing.assert_array_equal(scaled[wavelengths < 2048], plain[wavelengths < 2048])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.learn import sharding
-from grpo_jax.models import classifier, layers, leaves, lora, quantized, transformer
+from grpo_jax.models import classifier, layers, leaves, lora, quantized, rotary, transformer
 from grpo_jax.models.placement import MeshPlacement
 from grpo_jax.models.products import LowRank, Products
 from tests.models import tiny
@@ -194,7 +194,7 @@ def one_layer():
 def of_layer(kernels):
   """Returns the output of that layer with other kernels; attention is a product of heads."""
   x = np.random.default_rng(4).normal(size=(1, 3, 48)).astype(np.float32)
-  cos, sin = layers.rope_angles(jnp.arange(3)[None], EVERY_SWITCH)
+  cos, sin = rotary.angles(jnp.arange(3)[None], EVERY_SWITCH)
   of_heads = lambda y: jnp.repeat(y, 2, axis=2)
   attend = lambda q, k, v: (q * of_heads(k) + of_heads(v), None)
   params = jax.tree.map(jnp.asarray, {**one_layer(), **kernels})

@@ -160,10 +160,10 @@ import numpy as np
 
 jax.config.update("jax_enable_x64", True)
 jnp.float32 = jnp.float64  # the model's code says float32 where it wants its highest precision.
-from grpo_jax.models import layers, loading, lora, transformer
+from grpo_jax.models import loading, lora, rotary, transformer
 
 angles = lambda size, theta, _: theta ** (-np.arange(0, size, 2) / size)
-layers.rope_frequencies = angles
+rotary.frequencies = angles
 data = dict(np.load(sys.argv[1]))
 loaded = loading.load(sys.argv[2], dtype=np.float64)
 adapter = {}

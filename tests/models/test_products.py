@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from grpo_kernels.attention import parts
 
-from grpo_jax.models import layers, leaves, mixed_precision, transformer
+from grpo_jax.models import layers, leaves, mixed_precision, rotary, transformer
 from grpo_jax.models.products import FLOAT32, Products
 from tests.models import tiny
 
@@ -141,7 +141,7 @@ def test_q_k_and_v_are_rounded_as_products_and_not_their_biases(qk_norm):
   params = {name: x[0] for name, x in tiny.random_params(config)["layers"].items()}
   params["k_bias"] = params["k_bias"] * 300  # as Qwen2.5's: rounded, it would be off by 0.3.
   x = random(2, 9, 24)
-  angles = layers.rope_angles(jnp.broadcast_to(jnp.arange(9), (2, 9)), config)
+  angles = rotary.angles(jnp.broadcast_to(jnp.arange(9), (2, 9)), config)
   cotangents = [random(2, 9, heads, 8, seed=heads) for heads in (6, 2, 2)]
 
   @tiny.jit

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from grpo_kernels.attention import Attention
 
-from grpo_jax.models import gradient_sums, layers, leaves, transformer
+from grpo_jax.models import gradient_sums, layers, leaves, rotary, transformer
 from grpo_jax.models.products import Products
 from tests.models import tiny
 
@@ -124,7 +124,7 @@ def test_decoding_with_a_cache_by_the_same_functions_continues_a_prefill(compute
 
 def decode(params, keys, values, token, position, *, config, products):
   """Computes the hidden state of one more token, layer by layer, as a sampler does."""
-  cos, sin = layers.rope_angles(position, config)
+  cos, sin = rotary.angles(position, config)
   x = params["embed"][token]
   for index in range(config.num_layers):
 
