@@ -166,7 +166,7 @@ def is_adapter(folder: pathlib.Path) -> bool:
 
 
 def _opened(model: loading.ModelFacts) -> safetensors.Folder:
-  tensors = safetensors.open_folder(model.directory)
+  tensors = loading.open_tensors(model.directory)
   loading.check(tensors, model.config, str(model.directory))
   return tensors
 

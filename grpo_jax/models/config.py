@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_jax.models import llama, qwen2, qwen3, smollm3
+from grpo_jax.models import gemma3, llama, multimodal, qwen2, qwen3, smollm3
 from grpo_jax.models.errors import ModelError
 from grpo_jax.models.fields import Fields, short
 from grpo_jax.models.layer_kinds import PLAIN, LayerKind, Rope, RopeScaling
@@ -51,6 +51,7 @@ class ModelConfig:
   norm_offset: float = 0.0  # added to the weights of all norms; Gemma's have 1.
   post_norms: bool = False  # whether norms also follow attention and MLP.
   embedding_scale: float = 1.0  # multiplies the embedding of each token.
+  query_scalar: float | None = None  # scores are q·k / √query_scalar; None: / √head_dim.
 
   def __post_init__(self):
     if self.family not in FAMILIES_BY_NAME:
@@ -118,7 +119,8 @@ def from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig
   """Reads the content of a Hugging Face config.json, old style or that of transformers 5.
 
   Args:
-    hf: Parsed config.json. Rotary settings are read as in transformers 5 from `rope_scaling`, else
+    hf: Parsed config.json, of a text model or of a model of several modalities around one
+      (`multimodal`). Rotary settings are read as in transformers 5 from `rope_scaling`, else
       `rope_parameters`, and `rope_theta`; they may not contradict each other.
     where: Place of the content, for errors.
 
@@ -129,6 +131,7 @@ def from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig
     ModelError: An architecture, an option or a kind of rotary scaling is not supported (the message
       names those that are); a field is missing, has the wrong type, or is out of range.
   """
+  hf = multimodal.text_config(hf, where)
   family = _family(Fields(hf, where))
   given = {name: value for name, value in hf.items() if value is not None}
   if "sliding_window" in hf and hf["sliding_window"] is None:
@@ -160,8 +163,10 @@ def from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig
       tie_embeddings=fields.boolean("tie_word_embeddings", default=False),
       max_position_embeddings=context,
       layer_kinds=family.layer_kinds(fields, layers),
-      activation=ACTIVATIONS[fields.string("hidden_act") or "silu"],
-      **family.switches(fields),
+      **{
+        "activation": ACTIVATIONS[fields.string("hidden_act") or "silu"],
+        **family.switches(fields),
+      },
     )
   except ModelError as error:
     message = str(error)
@@ -245,7 +250,7 @@ def _family(fields: Fields) -> Any:
   asked = architectures[0] if architectures else model_type
   raise ModelError(
     f"{fields.where}: architecture {short(asked)} is not supported;"
-    f" supported are {sorted(FAMILIES)}"
+    f" supported are {sorted([*FAMILIES, *multimodal.ARCHITECTURES])}"
   )
 
 
@@ -298,12 +303,9 @@ ACTIVATIONS = {
 }
 
 # By config.json's architectures[0], and by its model_type (= `ModelConfig.family`).
-_FAMILIES = (llama, qwen2, qwen3, smollm3)
+_FAMILIES = (gemma3, llama, qwen2, qwen3, smollm3)
 FAMILIES = {family.ARCHITECTURE: family for family in _FAMILIES}
 FAMILIES_BY_NAME = {family.MODEL_TYPE: family for family in _FAMILIES}
 
 # Sequence classifiers: transformers' name → the family of the body.
-CLASSIFIERS = {
-  family.ARCHITECTURE.replace("ForCausalLM", "ForSequenceClassification"): family
-  for family in _FAMILIES
-}
+CLASSIFIERS = {family.CLASSIFIER: family for family in _FAMILIES}

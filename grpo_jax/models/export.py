@@ -17,7 +17,7 @@ from grpo_jax import processes
 from grpo_jax.compilation.programs import CompileJob, Program
 from grpo_jax.files import atomic
 from grpo_jax.models import config as model_config
-from grpo_jax.models import files, leaves, lora, quantized, safetensors
+from grpo_jax.models import files, leaves, lora, multimodal, quantized, safetensors
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import LowRank
 from grpo_jax.models.transformer import Params
@@ -47,6 +47,7 @@ def to_huggingface(
     directory: Folder to write.
     source_directory: Hugging Face folder that the model came from. All fields
       of its config.json except the dtype are kept; tokenizer and generation settings are copied.
+      Of a model of several modalities they are those of its text model, which alone is written.
     templates: Chat templates in place of those of the source; see `write_templates`.
     dtype: Dtype in the files; None: that of the parameters, so that reading it back is exact.
       With an adapter it is float32, since bfloat16 would round away most of a small change; and so
@@ -257,8 +258,9 @@ def write_json(file: pathlib.Path, content: dict[str, Any]) -> None:
 def _hf_config(config: ModelConfig, source: pathlib.Path | None) -> dict[str, Any]:
   if source is None:
     return model_config.to_hf(config)
-  hf = files.read_json(source / "config.json")
-  described = model_config.from_hf(hf, where=str(source / "config.json"))
+  where = str(source / "config.json")
+  hf = multimodal.text_config(files.read_json(source / "config.json"), where)
+  described = model_config.from_hf(hf, where=where)
   if described != config:
     raise ValueError(f"{source} describes {described}, but the parameters are of {config}")
   return {**hf, **model_config.missing_ids(hf, config)}

@@ -7,7 +7,7 @@ from grpo_jax.models.fields import Fields
 from grpo_jax.models.layer_kinds import PLAIN, LayerKind
 
 _KINDS = {"full_attention": False, "sliding_attention": True}
-_LONGEST = 2**30  # a longer window than any context; differences of positions stay in int32.
+LONGEST = 2**30  # a longer window than any context; differences of positions stay in int32.
 
 
 def without_windows(fields: Fields, count: int) -> tuple[LayerKind, ...]:
@@ -41,7 +41,7 @@ def window(fields: Fields, *, default: int | None) -> int | None:
     return None
   if default is None and "sliding_window" not in fields:
     return None
-  return fields.integer("sliding_window", default, low=1, high=_LONGEST)
+  return fields.integer("sliding_window", default, low=1, high=LONGEST)
 
 
 def slides(fields: Fields, otherwise: Sequence[bool], length: int | None) -> list[bool]:

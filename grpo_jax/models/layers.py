@@ -6,6 +6,7 @@ softmax and the residual stream are always float32; only products use the comput
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -99,9 +100,16 @@ def embed(
   config: ModelConfig,
   products: Products = FLOAT32,
 ) -> Float[Array, "B T D"]:
-  """Returns the embeddings of tokens, times the config's scale: the residual stream's start."""
+  """Returns the embeddings of tokens, times the config's scale: the residual stream's start.
+
+  The scale is rounded to the compute dtype, as the embeddings are: √2560 is 50.5 in bfloat16.
+
+  Reference:
+    The class `Gemma3TextScaledWordEmbedding` of transformers.
+  """
   found = products.look_up(table, tokens)
-  return found if config.embedding_scale == 1.0 else found * config.embedding_scale
+  scale = float(products.compute_dtype.type(config.embedding_scale))
+  return found if scale == 1.0 else found * scale
 
 
 def project_qkv(
@@ -132,6 +140,8 @@ def project_qkv(
   if config.qk_norm:
     q = rms_norm(q, params["q_norm"], config.rms_norm_eps, config.norm_offset)
     k = rms_norm(k, params["k_norm"], config.rms_norm_eps, config.norm_offset)
+  if config.query_scalar is not None:  # all attention divides by √head_dim.
+    q = q * math.sqrt(config.head_dim / config.query_scalar)
   if cos is None or sin is None:
     return q, k, v
   return rotary.rotated(q, cos, sin), rotary.rotated(k, cos, sin), v

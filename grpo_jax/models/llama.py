@@ -7,6 +7,7 @@ from grpo_jax.models import hf_layers, hf_rope
 from grpo_jax.models.fields import Fields
 
 ARCHITECTURE = "LlamaForCausalLM"
+CLASSIFIER = "LlamaForSequenceClassification"
 MODEL_TYPE = "llama"
 
 # Defaults of `transformers` for fields that config.json lacks.

@@ -9,7 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.models import classifier, files, leaves, parameter_reading, safetensors, transformer
+from grpo_jax.models import (
+  classifier,
+  files,
+  leaves,
+  multimodal,
+  parameter_reading,
+  safetensors,
+  transformer,
+)
 from grpo_jax.models import config as model_config
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.errors import ModelError
@@ -79,7 +87,7 @@ def load_weights(
   dtype: parameter_reading.Dtypes = jnp.float32,
 ) -> Loaded:
   """Reads the weights of a model whose other files have been read; see `load`."""
-  tensors = safetensors.open_folder(facts.directory)
+  tensors = open_tensors(facts.directory)
   check(tensors, facts.config, str(facts.directory))
   rounding = parameter_reading.Rounding()
   params = parameter_reading.read_params(
@@ -141,6 +149,23 @@ def read_config(directory: pathlib.Path) -> ModelConfig:
   return model_config.from_hf(files.read_json(file), where=str(file))
 
 
+def open_tensors(directory: pathlib.Path) -> safetensors.Folder:
+  """Opens the tensors of the text model in a Hugging Face folder, by its own names.
+
+  Raises:
+    MissingModel, ModelError: As for `load`, except that no tensor is read.
+  """
+  hf = files.read_json(directory / "config.json")
+  entries: dict[str, safetensors.Entry] = {}
+  for name, entry in safetensors.open_folder(directory).entries.items():
+    own = multimodal.own_name(name, hf)
+    if own in entries:
+      raise ModelError(f"{directory}: two of its tensors are {own} of the text model")
+    if own is not None:
+      entries[own] = entry
+  return safetensors.Folder(entries)
+
+
 def read_facts(directory: pathlib.Path) -> ModelFacts:
   """Reads the JSON files of a Hugging Face folder; raises the same errors as `load`."""
   return ModelFacts(read_config(directory), directory, read_generation(directory))
@@ -157,7 +182,7 @@ def look(path: str | pathlib.Path) -> ModelConfig:
   """
   directory = pathlib.Path(path).expanduser()
   config = read_config(directory)
-  tensors = safetensors.open_folder(directory)
+  tensors = open_tensors(directory)
   faults = _misfits(tensors, config)
   if faults:
     raise _unfit(str(directory), faults)

@@ -7,6 +7,7 @@ from grpo_jax.models import hf_layers, llama
 from grpo_jax.models.fields import Fields
 
 ARCHITECTURE = "Qwen2ForCausalLM"
+CLASSIFIER = "Qwen2ForSequenceClassification"
 MODEL_TYPE = "qwen2"
 DEFAULTS: Mapping[str, Any] = {"max_position_embeddings": 32768}
 ROPES = llama.ROPES

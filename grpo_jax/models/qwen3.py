@@ -7,6 +7,7 @@ from grpo_jax.models import hf_layers, llama
 from grpo_jax.models.fields import Fields
 
 ARCHITECTURE = "Qwen3ForCausalLM"
+CLASSIFIER = "Qwen3ForSequenceClassification"
 MODEL_TYPE = "qwen3"
 DEFAULTS: Mapping[str, Any] = {"max_position_embeddings": 32768, "head_dim": 128}
 ROPES = llama.ROPES

@@ -46,6 +46,7 @@ class Entry:
   """One tensor of a file."""
 
   file: pathlib.Path
+  name: str  # in the file.
   shape: tuple[int, ...]
   dtype: np.dtype
   opened: Any  # safe_open, shared by the tensors of the file.
@@ -65,8 +66,8 @@ class Folder:
     entry = self.entries[name]
     begin, end, _ = rows.indices(entry.shape[0]) if entry.shape else (0, 0, 1)
     if not entry.shape or (begin, end) == (0, entry.shape[0]):
-      return entry.opened.get_tensor(name)
-    return entry.opened.get_slice(name)[begin:end]  # refuses an end behind the last row.
+      return entry.opened.get_tensor(entry.name)
+    return entry.opened.get_slice(entry.name)[begin:end]  # refuses an end behind the last row.
 
 
 def open_folder(directory: pathlib.Path) -> Folder:
@@ -141,7 +142,7 @@ def open_file(file: pathlib.Path) -> dict[str, Entry]:
         raise ModelError(
           f"{file}: {name[:_SHOWN_REASON]} has the dtype {kind}; readable are {sorted(_DTYPES)}"
         )
-      entries[name] = Entry(file, tuple(tensor.get_shape()), _DTYPES[kind], opened)
+      entries[name] = Entry(file, name, tuple(tensor.get_shape()), _DTYPES[kind], opened)
     _check_header(file)
   except (SafetensorError, OSError) as error:
     reason = " ".join(str(error).split())[:_SHOWN_REASON]

@@ -8,6 +8,7 @@ from grpo_jax.models.fields import Fields
 from grpo_jax.models.layer_kinds import LayerKind
 
 ARCHITECTURE = "SmolLM3ForCausalLM"
+CLASSIFIER = "SmolLM3ForSequenceClassification"
 MODEL_TYPE = "smollm3"
 DEFAULTS: Mapping[str, Any] = {
   "max_position_embeddings": 32768,

@@ -6,6 +6,7 @@ Use the folder in place of any model (or reward model): any config then runs in 
 """
 
 import json
+import math
 import pathlib
 import sys
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 from grpo_jax.files import atomic
 from grpo_jax.models import config as model_config
 from grpo_jax.models import export, loading, safetensors, transformer
-from grpo_jax.models.config import LayerKind, ModelConfig
+from grpo_jax.models.config import LayerKind, ModelConfig, Rope
 
 SPECIAL = ("<pad>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -24,11 +25,23 @@ CHAT_TEMPLATE = (
   "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 FAMILIES: dict[str, dict[str, Any]] = {
+  "gemma3_text": {
+    "tie_embeddings": True,
+    "qk_norm": True,
+    "rope_theta": 1e6,
+    "further_ropes": (Rope(1e4),),
+    "layer_kinds": (LayerKind(64, 1), LayerKind()),
+    "activation": "gelu_tanh",
+    "norm_offset": 1.0,
+    "post_norms": True,
+  },
   "llama": {"tie_embeddings": True},
   "qwen2": {"tie_embeddings": True, "qkv_bias": True},
   "qwen3": {"tie_embeddings": True, "qk_norm": True},
   "smollm3": {"tie_embeddings": True, "layer_kinds": (LayerKind(), LayerKind(rope=None))},
 }
+
+_SCALED = ("gemma3_text",)  # families whose embeddings are multiplied by √hidden_size.
 
 
 def write(
@@ -97,6 +110,7 @@ def _config(family: str, hidden_size: int) -> ModelConfig:
     num_kv_heads=hidden_size // 16 or 1,
     head_dim=8,
     max_position_embeddings=2048,
+    embedding_scale=math.sqrt(hidden_size) if family in _SCALED else 1.0,
     **FAMILIES[family],
   )
 

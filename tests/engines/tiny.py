@@ -11,7 +11,7 @@ from grpo_kernels.implementations import Chip, assumed_chip
 from grpo_jax.engines.base import GenerationRequest, SamplingParams
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.models import transformer
-from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.config import LayerKind, ModelConfig, Rope
 from grpo_jax.models.products import FLOAT32
 
 VOCABULARY = 61
@@ -20,6 +20,17 @@ FAMILIES = {
   "llama": {"tie_embeddings": True},
   "qwen2": {"qkv_bias": True},
   "qwen3": {"qk_norm": True, "tie_embeddings": True},
+  "gemma3_text": {
+    "qk_norm": True,
+    "tie_embeddings": True,
+    "further_ropes": (Rope(77.0),),
+    "layer_kinds": (LayerKind(5, 1), LayerKind()),
+    "activation": "gelu_tanh",
+    "norm_offset": 1.0,
+    "post_norms": True,
+    "embedding_scale": 32**0.5,
+    "query_scalar": 21.0,
+  },
 }
 
 

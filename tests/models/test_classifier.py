@@ -16,6 +16,10 @@ CLASSES = {
   "llama": (transformers.LlamaConfig, transformers.LlamaForSequenceClassification),
   "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForSequenceClassification),
   "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForSequenceClassification),
+  "gemma3_text": (
+    transformers.Gemma3TextConfig,
+    transformers.models.gemma3.Gemma3TextForSequenceClassification,
+  ),
 }
 PAD = 7
 LENGTHS = (1, 5, 12, 9)
@@ -81,6 +85,7 @@ def their_scores(model, rows):
     ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
     ("qwen2", {}),
     ("qwen3", {"head_dim": 10}),
+    ("gemma3_text", {"head_dim": 10, "sliding_window": 5, "sliding_window_pattern": 2}),
   ],
 )
 def test_scores_are_those_of_transformers(family, options, tmp_path):

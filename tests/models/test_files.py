@@ -27,6 +27,7 @@ CONFIGS = {
   "llama-untied": tiny.config(tie_embeddings=False, qkv_bias=True, o_bias=True, mlp_bias=True),
   "qwen2-tied": tiny.config(family="qwen2", qkv_bias=True),
   "qwen3-untied": tiny.config(family="qwen3", qk_norm=True, tie_embeddings=False),
+  "gemma3": tiny.config(**tiny.GEMMA3),
 }
 
 

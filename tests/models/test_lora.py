@@ -181,6 +181,7 @@ EVERY_SWITCH = dataclasses.replace(
   post_norms=True,
   norm_offset=1.0,
   activation="gelu_tanh",
+  query_scalar=21.0,
 )
 
 

@@ -10,7 +10,7 @@ import transformers
 
 from grpo_jax import models
 from grpo_jax.models import leaves, transformer
-from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.config import LayerKind, ModelConfig, Rope
 
 SIZES = {
   "vocab_size": 61,
@@ -27,6 +27,20 @@ CLASSES = {
   "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
   "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
   "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
+}
+
+# Options of `config` for Gemma 3: what its config.json describes.
+GEMMA3 = {
+  "family": "gemma3_text",
+  "qk_norm": True,
+  "rope_theta": 50.0,
+  "further_ropes": (Rope(9.0),),
+  "layer_kinds": (LayerKind(5, 1), LayerKind(), LayerKind(5, 1)),
+  "activation": "gelu_tanh",
+  "norm_offset": 1.0,
+  "post_norms": True,
+  "embedding_scale": 24**0.5,
+  "query_scalar": 21.0,
 }
 
 
