@@ -19,6 +19,7 @@ from grpo_jax.engines import (
   cache_forms,
   decoding,
   kv_cache,
+  ring_cache,
   sampler_inputs,
   sampler_weights,
   scheduling,
@@ -44,9 +45,11 @@ def _empty_own(blocks: int, rows: int, length: int, options: Any) -> kv_cache.Ca
   return cache_forms.of(options).empty(blocks, rows, length, options)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _grown(own: kv_cache.Cache, places: Any, columns: int, options: Any) -> kv_cache.Cache:
-  return cache_forms.of(options).grown(own, places, columns, options)
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _grown(
+  own: kv_cache.Cache, places: Any, blocks: int, length: int, options: Any
+) -> kv_cache.Cache:
+  return cache_forms.of(options).grown(own, places, blocks, length, options)
 
 
 class NonFiniteLogits(ExpectedFailure, FloatingPointError):
@@ -371,8 +374,11 @@ class ContinuousBatcher:
     if not self._own:
       self._own = _empty_own(blocks, self._sizes.rows, columns, self.options)
     else:
-      places = scheduling.regrown(before, blocks, (self._step - 1) // columns)
-      self._own = _grown(self._own, places, columns, self.options)
+      newest = (self._step - 1) // columns
+      held = lambda window: [ring_cache.held_blocks(n, window, columns) for n in (before, blocks)]
+      counts = [held(kind.window) for kind in self.options.config.kinds]
+      places = {after: scheduling.regrown(before, after, newest) for before, after in counts}
+      self._own = _grown(self._own, places, blocks, columns, self.options)
 
   def _fit_pages(self) -> None:
     """Makes the pages, or more of them if waiting prompts exceed the plan."""

@@ -60,7 +60,9 @@ def read(
   past = (jnp.asarray(chunk.past_pages)[None], jnp.asarray(chunk.past)[None])
   offsets = chunk.positions % size
 
-  def write(pages, k, v):
+  def write(pages, k, v, window):
+    del window
+
     def put(to, new):
       to = to.at[chunk.pages, :, offsets].set(new[0].astype(dtype), mode="drop")
       return kv_cache.placed(to, options)
@@ -96,9 +98,9 @@ def read_again(
   form, count = cache_forms.of(options), pieces.rows.shape[0]
   tables, prompt_lengths = jnp.asarray(pieces.pages), jnp.asarray(pieces.prompt_lengths)
 
-  def write(cache, k, v):
+  def write(cache, k, v, window):
     of_rows, pages = cache
-    return form.write_again(of_rows, k[0], v[0], pieces, options), pages
+    return form.write_again(of_rows, k[0], v[0], pieces, window, options), pages
 
   def before(q, kv_heads, cache, first):
     of_rows, pages = cache
@@ -124,7 +126,7 @@ def _read(
   weights: SamplerWeights,
   cache: Sequence[_LayerCache],
   taken: PrefillChunk | Pieces,
-  write: Callable[[_LayerCache, Array, Array], _LayerCache],
+  write: Callable[[_LayerCache, Array, Array, int | None], _LayerCache],
   before: Callable[..., Partial],
   options: ProgramOptions,
 ) -> tuple[list[_LayerCache], Float[Array, "n 1 D"]]:
@@ -134,9 +136,10 @@ def _read(
     weights: Weights made by `split_layers`.
     cache: Cache of each layer, in the form that `write` and `before` take.
     taken: The tokens.
-    write: Function (cache of a layer, keys, values [1 n K E]) → the cache with them.
+    write: Function (cache of a layer, keys, values [1 n K E], window) → the cache with them.
     before: Function (queries [1 n H E], K, cache of a layer, first position that each token sees or
-      None) → attention to tokens of earlier calls, [1 n H].
+      None) → attention to tokens of earlier calls, [1 n H]. With a window, the cache is as it was
+      before `write`, which may take the places of tokens that are still seen.
     options: Options of the program; static.
 
   Returns:
@@ -159,10 +162,11 @@ def _read(
     def attend(q, k, v, own=own, window=kind.window):
       everywhere = ("prompts", "places", "kv_heads", "width")
       k, v = (products.place(y[:, 0].astype(dtype)[None], everywhere) for y in (k, v))
-      own = write(own, k, v)
+      unwritten, own = own, write(own, k, v, window)
       q = q.swapaxes(0, 1)  # one row of all tokens, as the keys and values.
       here = attention.partial(q, k, v, seen[window], products=products)
-      earlier = before(q, k.shape[2], own, cached_attention.first_seen(positions, window))
+      read = own if window is None else unwritten
+      earlier = before(q, k.shape[2], read, cached_attention.first_seen(positions, window))
       found = parts.joined(here, earlier)
       return (found.mixed / found.total[..., None]).swapaxes(0, 1), own
 

@@ -5,29 +5,51 @@
   without it.
 * The keys and values of sampled tokens are stored by row, in one of two forms: `ring_cache` for
   CPUs, `row_cache` for accelerators. `cache_forms` chooses between them.
+* A layer with a window keeps its window only: a new token takes the column of one that no later
+  token sees. What reads many tokens at once therefore reads before it writes.
 
 Sizes: R rows of the program, at most as many as the cache has; C columns of a row; N pages of T
 tokens; W pages of the longest prompt; G rows that share a prompt.
 """
 
+import collections
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
-from grpo_jax.engines.sampler_inputs import ProgramOptions, RowStates
+from grpo_jax.engines.sampler_inputs import Pieces, ProgramOptions, RowStates
 
 # Keys and values of every layer. Pages: [N K T E] each. Sampled tokens: see the forms.
 Cache = list[tuple[Array, Array]]
 
 
-def token_bytes(options: ProgramOptions) -> int:
-  """Returns the bytes of the keys and values of one token."""
+def token_bytes(options: ProgramOptions) -> dict[int | None, int]:
+  """Returns the bytes of the keys and values of one token in all layers of each window."""
   config, dtype = options.config, options.products.compute_dtype
-  return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+  of_layer = 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+  layers = collections.Counter(kind.window for kind in config.kinds)
+  return {window: count * of_layer for window, count in layers.items()}
+
+
+def held(columns: int, window: int | None, *, multiple: int) -> int:
+  """Returns how many columns of a row a layer keeps: all, or a multiple that holds its window."""
+  return columns if window is None else min(columns, -(-window // multiple) * multiple)
+
+
+def stays(pieces: Pieces, columns: int) -> Bool[Array, " n"]:
+  """Returns which tokens of pieces a layer with a window writes: those that its columns hold.
+
+  Later tokens of the same row and call take the columns of the others. Padding is not written.
+  """
+  rows = jnp.asarray(pieces.rows)
+  steps = jnp.asarray(pieces.steps).reshape(len(rows), -1)
+  last = jnp.where(rows[:, None] == rows[None], jnp.max(steps, axis=1)[None], -1)
+  last = jnp.max(last, axis=1, keepdims=True)  # of the row of each piece.
+  return ((steps >= 0) & (steps > last - columns)).reshape(-1)
 
 
 def empty_pages(count: int, length: int, options: ProgramOptions) -> Cache:

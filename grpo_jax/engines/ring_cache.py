@@ -1,7 +1,7 @@
 """The form of the cache for CPUs: sampled tokens in a ring, rows of a prompt in tiles. Pure.
 
 * In every step all rows write to the same column of the ring, that of the step, so the n tokens of
-  a row are in the last n columns.
+  a row are in the last n columns. The ring of a layer with a window has as few blocks as hold it.
 * The rows of a prompt form tiles, and each page is multiplied with all queries of its tile at once.
   A row that shares its prompt with no other row is in no tile and reads its pages itself.
 
@@ -11,6 +11,7 @@ columns, and there are A tiles of G rows.
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -29,22 +30,50 @@ _COLUMNS_AT_ONCE = 1024
 
 
 def empty(blocks: int, rows: int, length: int, options: ProgramOptions) -> Cache:
-  """Returns a ring of zeros: `blocks` blocks of `length` columns, for `rows` rows.
+  """Returns a ring of zeros: at most `blocks` blocks of `length` columns, for `rows` rows.
 
   Keys are [M R K E C] and values [M R K C E], because products of a single query are sums over
   columns, which are fastest in these layouts.
   """
   config, dtype = options.config, options.products.compute_dtype
-  keys = (blocks, rows, config.num_kv_heads, config.head_dim, length)
-  values = (*keys[:3], length, config.head_dim)
-  make = lambda shape: kv_cache.placed(jnp.zeros(shape, dtype), options, row_axis=1)
-  return [(make(keys), make(values)) for _ in range(config.num_layers)]
+  make = lambda *shape: kv_cache.placed(jnp.zeros(shape, dtype), options, row_axis=1)
+
+  def of_layer(window):
+    shape = (held_blocks(blocks, window, length), rows, config.num_kv_heads)
+    return make(*shape, config.head_dim, length), make(*shape, length, config.head_dim)
+
+  return [of_layer(kind.window) for kind in config.kinds]
 
 
-def grown(own: Cache, places: Int[Array, " M"], columns: int, options: ProgramOptions) -> Cache:
-  """Returns a ring whose blocks are those at `places`."""
-  del columns  # as many as before.
-  return kv_cache.resize(own, places, options, row_axis=1)
+def held_blocks(blocks: int, window: int | None, length: int) -> int:
+  """Returns the blocks of a layer, of at most `blocks`, each of `length` columns."""
+  return kv_cache.held(blocks * length, window, multiple=length) // length
+
+
+def grown(
+  own: Cache,
+  places: Mapping[int, Int[Array, " M"]],
+  blocks: int,
+  length: int,
+  options: ProgramOptions,
+) -> Cache:
+  """Returns a longer ring with the same tokens.
+
+  Args:
+    own: The ring.
+    places: Number of blocks of a longer ring → the block of the old one at each place.
+    blocks: Blocks of a layer without a window; static.
+    length: Columns of a block; static.
+    options: Options of the program; static.
+  """
+
+  def of_layer(layer, window):
+    count = held_blocks(blocks, window, length)
+    is_same = count == layer[0].shape[0]
+    return layer if is_same else kv_cache.resize([layer], places[count], options, row_axis=1)[0]
+
+  kinds = options.config.kinds
+  return [of_layer(layer, kind.window) for layer, kind in zip(own, kinds, strict=True)]
 
 
 def moved(own: Cache, rows: RowStates, options: ProgramOptions) -> Cache:
@@ -96,13 +125,19 @@ def append(
 
 
 def write_again(
-  ring: tuple[Array, Array], k: Array, v: Array, pieces: Pieces, options: ProgramOptions
+  ring: tuple[Array, Array],
+  k: Array,
+  v: Array,
+  pieces: Pieces,
+  window: int | None,
+  options: ProgramOptions,
 ) -> tuple[Array, Array]:
   """Writes the keys and values [n K E] of pieces into the columns of their steps."""
   blocks, columns = ring[0].shape[0], ring[0].shape[-1]
   steps, rows = jnp.asarray(pieces.steps), jnp.asarray(pieces.rows)
   # A token of padding goes to a block that does not exist.
-  block = jnp.where(steps < 0, blocks, steps // columns % blocks)
+  is_left_out = steps < 0 if window is None else ~kv_cache.stays(pieces, blocks * columns)
+  block = jnp.where(is_left_out, blocks, steps // columns % blocks)
   column, row = steps % columns, jnp.repeat(rows, len(pieces.tokens) // len(rows))
   dtype, place = ring[0].dtype, functools.partial(kv_cache.placed, options=options, row_axis=1)
   keys = ring[0].at[block, row, :, :, column].set(k.astype(dtype), mode="drop")
@@ -223,7 +258,8 @@ def over_past(
 ) -> Partial:
   """Adds attention to the first `past` tokens of each piece's row in the ring.
 
-  Queries see these tokens from number `first` on; None: all.
+  Queries see these tokens from number `first` on; None: all. With a window the ring holds the last
+  of these tokens, as it did when the next one was about to be written.
   """
   keys, values = ring
   blocks, columns = keys.shape[0], keys.shape[-1]
@@ -231,6 +267,8 @@ def over_past(
   count, contract = blocks * columns // width, options.products.contract
   rows, step = jnp.asarray(pieces.rows), jnp.asarray(pieces.step)
   lengths, past = jnp.asarray(pieces.lengths), jnp.asarray(pieces.past)
+  # Tokens that the ring has of each row, and the step after the last of them.
+  held, now = (lengths, step[None]) if first is None else (past, step - lengths + past)
 
   def columns_of(x, at, axis):
     """Returns some columns of the rows of the pieces."""
@@ -240,8 +278,8 @@ def over_past(
 
   def add_some(index, found):
     at = index % count
-    age = (step - 1 - at * width - jnp.arange(width)) % (blocks * columns)
-    number = lengths[:, None] - 1 - age[None]  # of the row's token in each column.
+    age = (now[:, None] - 1 - at * width - jnp.arange(width)[None]) % (blocks * columns)
+    number = held[:, None] - 1 - age  # of the row's token in each column.
     allowed = ((number >= 0) & (number < past[:, None]))[:, None, None]
     if first is not None:
       allowed = allowed & (number[:, None, None] >= first[:, None, :, None])

@@ -1,6 +1,7 @@
 """The form of the cache for accelerators: rows have columns, pages have readers. Pure.
 
-* Token number j of a row is in column j of the row, keys and values [R K C E].
+* Token number j of a row is in column j of the row, keys and values [R K C E]; in column j mod C of
+  a layer whose C columns hold its window.
 * A page belongs to one prompt and has at most G readers, so one product of all pages where they lie
   with the queries of their readers is attention to the prompts. More rows of a prompt get a copy of
   its pages.
@@ -25,23 +26,40 @@ from grpo_jax.engines import cached_attention, kv_cache
 from grpo_jax.engines.kv_cache import Cache
 from grpo_jax.engines.sampler_inputs import Pieces, ProgramOptions, Readers, RowStates
 
+_KEYS = decode_attention.KEYS  # columns are a multiple of it, where there are so many.
 # Columns that are read at once when many tokens attend to them.
 _COLUMNS_AT_ONCE = 1024
 
 
 def empty(blocks: int, rows: int, length: int, options: ProgramOptions) -> Cache:
-  """Returns zeros [R K C E] for `rows` rows of `blocks` times `length` columns."""
+  """Returns zeros [R K C E] for `rows` rows of at most `blocks` times `length` columns."""
   config, dtype = options.config, options.products.compute_dtype
-  shape = (rows, config.num_kv_heads, blocks * length, config.head_dim)
-  make = lambda: kv_cache.placed(jnp.zeros(shape, dtype), options, row_axis=0)
-  return [(make(), make()) for _ in range(config.num_layers)]
+
+  def make(window):
+    shape = (rows, config.num_kv_heads, held_columns(blocks * length, window), config.head_dim)
+    return kv_cache.placed(jnp.zeros(shape, dtype), options, row_axis=0)
+
+  return [(make(kind.window), make(kind.window)) for kind in config.kinds]
 
 
-def grown(own: Cache, places: Int[Array, " M"], columns: int, options: ProgramOptions) -> Cache:
-  """Returns a cache of as many blocks of columns as there are places; the first stay."""
-  room = len(places) * columns - own[0][0].shape[2]
-  pad = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, room), (0, 0)))
-  return jax.tree.map(lambda x: kv_cache.placed(pad(x), options, row_axis=0), own)
+def held_columns(columns: int, window: int | None) -> int:
+  """Returns the columns of a layer, of at most `columns`."""
+  return kv_cache.held(columns, window, multiple=min(_KEYS, columns))
+
+
+def grown(own: Cache, places: Any, blocks: int, length: int, options: ProgramOptions) -> Cache:
+  """Returns a cache of `blocks` times `length` columns in which the first are as before."""
+  del places  # columns that are too few for a window hold their tokens in order, as all others do.
+
+  def pad(x, window):
+    room = held_columns(blocks * length, window) - x.shape[2]
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, room), (0, 0)))
+    return kv_cache.placed(x, options, row_axis=0)
+
+  kinds = options.config.kinds
+  return [
+    (pad(k, kind.window), pad(v, kind.window)) for (k, v), kind in zip(own, kinds, strict=True)
+  ]
 
 
 def moved(own: Cache, rows: RowStates, options: ProgramOptions) -> Cache:
@@ -61,21 +79,28 @@ def attend(
   options: ProgramOptions,
 ) -> tuple[Float[Array, "R K r E"], tuple[Array, Array]]:
   """Writes a token of every row; attends to its prompt and to its own tokens, this one included."""
-  prompts = jnp.asarray(rows.prompt_lengths)
+  prompts, columns = jnp.asarray(rows.prompt_lengths), own[0].shape[2]
+  is_ring = _is_ring(columns, window)
   # A row that has ended may be full; what it writes is never read.
-  lengths = jnp.minimum(at[1], own[0].shape[2] - 1)
+  lengths = at[1] if is_ring else jnp.minimum(at[1], columns - 1)
   first = cached_attention.first_seen(prompts + lengths, window)
-  if kernel := _kernel(asked, own, pages, options):
+  # The kernel reads columns in the order of their tokens.
+  if not is_ring and (kernel := _kernel(asked, own, pages, options)):
     begin = jnp.zeros_like(lengths) if first is None else first
     asked, key, value = (x.astype(own[0].dtype) for x in (asked, key, value))
     tables = jnp.asarray(rows.pages)
     attend_on_device = _on_devices(kernel.attend, len(asked), options)
     return attend_on_device(asked, (key, value), own, pages, tables, prompts, lengths, begin)
-  own = append(own, key, value, lengths, options)
+  own = append(own, key, value, lengths % columns if is_ring else lengths, options)
   of_own = over_columns(asked, own, lengths, window, options)
   of_prompts = over_prompts(asked, pages, rows.shared, first, options)
   found = parts.joined(of_own, of_prompts)
   return found.mixed / found.total[..., None], own
+
+
+def _is_ring(columns: int, window: int | None) -> bool:
+  """Says whether columns are taken again, because they hold a window."""
+  return window is not None and columns >= window
 
 
 def _kernel(
@@ -119,14 +144,14 @@ def append(
   own: tuple[Array, Array],
   key: Float[Array, "R K E"],
   value: Float[Array, "R K E"],
-  lengths: Int[Array, " R"],
+  places: Int[Array, " R"],
   options: ProgramOptions,
 ) -> tuple[Array, Array]:
-  """Writes one token of every row into the column after its last."""
+  """Writes one token of every row into the column at its place."""
   count, settings = key.shape[0], {"unique_indices": True, "indices_are_sorted": True}
 
   def put(to, new):
-    to = to.at[jnp.arange(count), :, lengths]
+    to = to.at[jnp.arange(count), :, places]
     to = to.set(new.astype(own[0].dtype), mode="promise_in_bounds", **settings)
     return kv_cache.placed(to, options, row_axis=0)
 
@@ -140,15 +165,25 @@ def over_columns(
   window: int | None,
   options: ProgramOptions,
 ) -> Partial:
-  """Attends to the first `lengths` + 1 columns of each row; with a window, to the last of these."""
+  """Attends to the first `lengths` + 1 tokens of each row; with a window, to the last of these."""
   keys, values = (x[: asked.shape[0]] for x in own)
   contract, column = options.products.contract, jnp.arange(keys.shape[2])
-  allowed = column[None] <= lengths[:, None]
-  if window is not None:
-    allowed = allowed & (column[None] > lengths[:, None] - window)
+  if window is None:
+    allowed = column[None] <= lengths[:, None]
+  else:
+    number = _numbers(lengths, len(column))
+    allowed = (number >= 0) & (number > lengths[:, None] - window)
   scores = contract("rkme,rkce->rkmc", asked, keys)
   mix = lambda weights: contract("rkmc,rkce->rkme", weights, values)
   return parts.softmax(scores, allowed[:, None, None], mix, options.products)
+
+
+def _numbers(last: Int[Array, " R"], columns: int) -> Int[Array, "R C"]:
+  """Returns the number of the token in each column of rows whose last token is number `last`.
+
+  It is below 0 in a column that has none.
+  """
+  return last[:, None] - (last[:, None] - jnp.arange(columns)[None]) % columns
 
 
 def over_prompts(
@@ -196,14 +231,22 @@ def over_prompts(
 
 
 def write_again(
-  own: tuple[Array, Array], k: Array, v: Array, pieces: Pieces, options: ProgramOptions
+  own: tuple[Array, Array],
+  k: Array,
+  v: Array,
+  pieces: Pieces,
+  window: int | None,
+  options: ProgramOptions,
 ) -> tuple[Array, Array]:
   """Writes the keys and values [n K E] of pieces into the columns of their tokens."""
   columns, rows = own[0].shape[2], jnp.asarray(pieces.rows)
   each = lambda x: jnp.repeat(jnp.asarray(x), len(pieces.tokens) // len(rows))
   number = jnp.asarray(pieces.positions) - each(pieces.prompt_lengths)
   # A token of padding goes to a column that does not exist.
-  column = jnp.where(jnp.asarray(pieces.steps) < 0, columns, number)
+  if window is None:
+    column = jnp.where(jnp.asarray(pieces.steps) < 0, columns, number)
+  else:
+    column = jnp.where(kv_cache.stays(pieces, columns), number % columns, columns)
 
   def put(to, new):
     to = to.at[each(rows), :, column].set(new.astype(to.dtype), mode="drop")
@@ -231,10 +274,13 @@ def over_past(
   def add_some(i, found):
     of_rows = functools.partial(jnp.take, indices=rows, axis=0)
     keys, values = (of_rows(jax.lax.dynamic_slice_in_dim(x, i * width, width, axis=2)) for x in own)
-    number = i * width + jnp.arange(width)
-    allowed = (number[None] < past[:, None])[:, None, None]
+    number = (i * width + jnp.arange(width))[None]
     if first is not None:
-      allowed = allowed & (number >= first[:, None, :, None])
+      number = jax.lax.dynamic_slice_in_dim(_numbers(past - 1, columns), i * width, width, axis=1)
+    allowed = (number < past[:, None])[:, None, None]
+    if first is not None:
+      seen = jnp.maximum(first, 0)[:, None, :, None]
+      allowed = allowed & (number[:, None, None] >= seen)
     scores = contract("bkme,bkce->bkmc", asked, keys)
     mask = jnp.broadcast_to(allowed, scores.shape)
     mix = lambda weights: contract("bkmc,bkce->bkme", weights, values)

@@ -4,11 +4,12 @@ The caches are those that `scheduling.planned` plans. What a program needs besid
 each term at its largest: a run chooses its rows by it before anything is compiled.
 """
 
+import collections
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_jax.engines import kv_cache, scheduling
+from grpo_jax.engines import kv_cache, row_cache, scheduling
 from grpo_jax.engines.options import USUAL_ROWS
 from grpo_jax.engines.sampler_inputs import ProgramOptions
 from grpo_jax.models.config import ModelConfig
@@ -73,13 +74,18 @@ class SamplerPart:
       whole_caches=whole_caches,
     )
     own_rows = rows // self.rows if rows % self.rows == 0 else rows
-    ring, pages = own_rows * planned.blocks * planned.columns, planned.pages * planned.page
-    ring, pages = (size * of_token // self.heads for size in (ring, pages))
-    caches, wide = ring + pages, _FLOAT32 // self.products.compute_dtype.itemsize
+    columns, pages = planned.blocks * planned.columns, planned.pages * planned.page
+    own, both = {}, {}
+    for window, size in of_token.items():
+      own[window] = own_rows * row_cache.held_columns(columns, window) * size // self.heads
+      both[window] = own[window] + pages * size // self.heads
+    layers = collections.Counter(kind.window for kind in self.model.kinds)
+    largest = max(both[window] // count for window, count in layers.items())
     program = _LOGITS * _FLOAT32 * own_rows * self.model.vocab_size
-    program += ring  # the compiler of a GPU copies it before the loop that writes to it.
-    program += wide * caches // self.model.num_layers  # a layer's caches in float32.
-    return Rows(rows, whole_caches, caches, program)
+    program += sum(own.values())  # a GPU's compiler copies it before the loop that writes to it.
+    # A layer's caches in float32.
+    program += _FLOAT32 // self.products.compute_dtype.itemsize * largest
+    return Rows(rows, whole_caches, sum(both.values()), program)
 
 
 def most_rows(part: SamplerPart, wanted: int, room: int) -> Rows:

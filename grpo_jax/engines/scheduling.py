@@ -4,6 +4,7 @@ Every decision depends on the requests and on the tokens sampled, never on time:
 resumed forms the same device batches as one that was never interrupted.
 """
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -114,7 +115,7 @@ def planned(
   prompt_tokens: int,
   completion_tokens: int,
   long_prompts: int,
-  token_bytes: int,
+  token_bytes: Mapping[int | None, int],
   form: str,
   whole_caches: bool = False,
 ) -> SamplerSizes:
@@ -129,7 +130,7 @@ def planned(
     completion_tokens: Tokens of the longest completion.
     long_prompts: Number of prompts of the largest length that find room at the same time; others
       wait. There is at least one page for each row.
-    token_bytes: Bytes of the keys and values of a token.
+    token_bytes: Bytes of the keys and values of a token, by the window of the layers.
     form: Form of the cache; see `unplanned`.
     whole_caches: Whether caches may be larger than that, because their memory was counted before.
   """
@@ -138,8 +139,8 @@ def planned(
   table = -(-max(prompt_tokens - 1, 1) // page)
   longest, pages = completion_tokens, max(long_prompts * table, rows)
   if not whole_caches:
-    longest = min(longest, max(_CACHE_BYTES // (rows * token_bytes), sizes.columns))
-    pages = min(pages, _CACHE_BYTES // (page * token_bytes))
+    longest = min(longest, max(_fitting_tokens(_CACHE_BYTES // rows, token_bytes), sizes.columns))
+    pages = min(pages, _CACHE_BYTES // (page * sum(token_bytes.values())))
   columns = -(-longest // step) * step
   columns = min(sizes.columns, columns) if form == "ring" else columns
   return dataclasses.replace(
@@ -151,6 +152,14 @@ def planned(
     pages=max(pages, table),
     is_planned=True,
   )
+
+
+def _fitting_tokens(room: int, token_bytes: Mapping[int | None, int]) -> int:
+  """Returns how many tokens of a row fit; a layer with a window keeps as many as it has."""
+  kept = lambda count: sum(
+    size * min(count, window or count) for window, size in token_bytes.items()
+  )
+  return bisect.bisect_right(range(1 << 31), room, key=kept) - 1
 
 
 def regrown(before: int, after: int, newest: int) -> Int[np.ndarray, " after"]:

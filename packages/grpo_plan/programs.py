@@ -48,7 +48,8 @@ class PlannedRun:
     sizes: Options of the sampler's sizes; empty: the run does not use the embedded sampler.
     sampler_mesh: Mesh of the sampler of one host; None: the run has none.
     weights_read: Bytes of the weights that one device reads in each decode step.
-    cache_token: Bytes of keys and values of one token, on all devices together.
+    cache_token: Bytes of keys and values of one token by the window of the layers, on all devices
+      together.
     choices: Options that the run chooses by the memory of the machine; None: not asked.
     teacher: Sizes of the teacher in the trainer; None: there is none.
   """
@@ -63,7 +64,7 @@ class PlannedRun:
   sizes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   sampler_mesh: Mesh | None = None
   weights_read: int = 0
-  cache_token: int = 0
+  cache_token: Mapping[int | None, int] = dataclasses.field(default_factory=dict)
   choices: Choices | None = None
   teacher: ModelConfig | None = None
 
@@ -264,8 +265,8 @@ def _with_sampler(run: PlannedRun) -> PlannedRun:
   )
 
 
-def _token_bytes(config: Config, model: ModelConfig) -> int:
-  """Returns the bytes of the sampler's keys and values of one token."""
+def _token_bytes(config: Config, model: ModelConfig) -> dict[int | None, int]:
+  """Returns the bytes of the sampler's keys and values of one token; see `kv_cache.token_bytes`."""
   products = Products(config.model.compute_dtype, config.model.product_dtype)
   return kv_cache.token_bytes(
     sampler_inputs.ProgramOptions(config=model, products=products, chunk=1)

@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import inspect
 import math
+from collections.abc import Mapping
 
 import jax
 
@@ -207,6 +208,20 @@ def _weights_of_head(run: PlannedRun) -> int:
   return run.model.vocab_size * run.model.hidden_size
 
 
+def _bytes_of_row(token_bytes: Mapping[int | None, int], assumed: Lengths, group: int) -> float:
+  """Returns the bytes of keys and values that a decode step reads for a row, on average.
+
+  A prompt is read once for its group, its completions each for themselves.
+  """
+  found = 0.0
+  for window, size in token_bytes.items():
+    prompt, end = assumed.prompt, assumed.completion
+    full = end if window is None else min(window, end)  # until then, tokens are read as they come.
+    own = full * (1 - full / (2 * end))
+    found += size * (own + (prompt if window is None else min(window, prompt)) / group)
+  return found
+
+
 def _sampling(run: PlannedRun, assumed: Lengths, hosts: int) -> list[PhaseWork]:
   """Returns reading the prompts and decoding."""
   config, model = run.config, run.model
@@ -222,8 +237,7 @@ def _sampling(run: PlannedRun, assumed: Lengths, hosts: int) -> list[PhaseWork]:
   context = assumed.prompt + assumed.completion / 2
   token = cost.place + cost.loss_place + cost.pair * context
   steps = math.ceil(math.ceil(completions / hosts) / rows) * assumed.completion
-  # A prompt is read once for its group, its completions each for themselves.
-  cached = rows * (assumed.completion / 2 + assumed.prompt / group) * run.cache_token / parts
+  cached = rows * _bytes_of_row(run.cache_token, assumed, group) / parts
   operations = completions * assumed.completion * token
   moved = steps * (run.weights_read + cached)
   decoding = PhaseWork("sampling", "sampling", steps / _CHUNK, operations, float(moved))

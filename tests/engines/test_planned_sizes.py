@@ -17,7 +17,7 @@ def planned(config):
   group, long_prompts = sizes.pop("group_size"), sizes.pop("long_prompts")
   of_groups = -(-rows // group)
   return scheduling.planned(
-    rows, **sizes, long_prompts=long_prompts or of_groups, token_bytes=46080, form="ring"
+    rows, **sizes, long_prompts=long_prompts or of_groups, token_bytes={None: 46080}, form="ring"
   )
 
 
@@ -59,10 +59,10 @@ def test_evaluations_and_conversations_are_planned_for():
 @pytest.mark.parametrize("form", ["ring", "rows"])
 def test_caches_are_planned_within_four_gib_and_hold_the_longest_prompt(form):
   limits = {"prompt_tokens": 3000, "completion_tokens": 5000, "long_prompts": 64}
-  small = scheduling.planned(64, **limits, token_bytes=256, form=form)
+  small = scheduling.planned(64, **limits, token_bytes={None: 256}, form=form)
   assert small.blocks * small.columns >= 5000 and small.pages == 64 * small.table
-  large = scheduling.planned(64, **limits, token_bytes=46080, form=form)
+  large = scheduling.planned(64, **limits, token_bytes={None: 46080}, form=form)
   assert large.rows * large.blocks * large.columns * 46080 <= 4.2 * 2**30
   assert large.pages * large.page * 46080 <= 4 * 2**30
-  huge = scheduling.planned(64, **limits, token_bytes=1 << 26, form=form)
+  huge = scheduling.planned(64, **limits, token_bytes={None: 1 << 26}, form=form)
   assert huge.pages == huge.table and huge.table * huge.page >= 2999

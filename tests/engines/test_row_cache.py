@@ -149,7 +149,7 @@ def of_a_step(window=None):
   return (asked, key, value, own, pages, rows, (np.int32(0), lengths)), wanted
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [None, C + 1])
 @pytest.mark.parametrize("mesh", MESHES, ids=["rows", "rows and heads"])
 def test_each_device_of_a_mesh_runs_the_kernel_on_its_rows_and_heads(mesh, window, monkeypatch):
   monkeypatch.setattr(row_cache, "_kernel", lambda *_: InProducts)

@@ -1,11 +1,13 @@
 """How many rows of the sampler fit, by arithmetic."""
 
+import dataclasses
+
 import jax
 import pytest
 
 from grpo_jax.engines import kv_cache, row_cache, sampler_inputs, sampler_memory, scheduling
 from grpo_jax.engines.options import USUAL_ROWS
-from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.config import LayerKind, ModelConfig
 from grpo_jax.models.products import Products
 
 MODEL = ModelConfig("llama", 512, 64, 96, 4, 8, 4, 16)
@@ -20,8 +22,17 @@ def bytes_of(tree):
   return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def test_caches_take_what_the_arrays_of_the_planned_sizes_take():
-  options = sampler_inputs.ProgramOptions(MODEL, Products("bfloat16"), chunk=1)
+SLIDING = dataclasses.replace(
+  MODEL, layer_kinds=(LayerKind(100), LayerKind(70), LayerKind(), LayerKind(5000))
+)
+
+
+@pytest.mark.parametrize("model", [MODEL, SLIDING], ids=["alike", "windows"])
+def test_caches_take_what_the_arrays_of_the_planned_sizes_take(model):
+  part = lambda **devices: sampler_memory.SamplerPart(
+    model, Products("bfloat16"), LENGTHS, **devices
+  )
+  options = sampler_inputs.ProgramOptions(model, Products("bfloat16"), chunk=1)
   sizes = scheduling.planned(
     128,
     prompt_tokens=200,
@@ -54,9 +65,18 @@ def test_all_rows_that_are_wanted_if_they_fit_else_a_power_of_two(wanted):
   assert sampler_memory.most_rows(part(), wanted, 0).count == 8
 
 
+def test_the_longest_completion_that_four_gib_hold_counts_windows():
+  limits = {"prompt_tokens": 30, "completion_tokens": 1 << 20, "long_prompts": 64, "form": "rows"}
+  columns = lambda sizes: scheduling.planned(64, **limits, token_bytes=sizes).columns
+  room = (4 << 30) // 64
+  assert columns({None: 1 << 12}) == room >> 12
+  assert columns({None: 1 << 12, 1024: 7 << 12}) == (room >> 12) - 7 * 1024
+  assert columns({1024: 8 << 12}) == 1 << 20
+
+
 def test_whole_caches_are_not_bounded_by_four_gib():
   limits = {"prompt_tokens": 3000, "completion_tokens": 5000, "long_prompts": 64}
-  settings = {**limits, "token_bytes": 46080, "form": "rows"}
+  settings = {**limits, "token_bytes": {None: 46080}, "form": "rows"}
   whole = scheduling.planned(512, **settings, whole_caches=True)
   assert whole.blocks * whole.columns >= 5000 and whole.pages == 64 * whole.table
   bounded = scheduling.planned(512, **settings)

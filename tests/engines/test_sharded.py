@@ -21,6 +21,7 @@ from grpo_jax.engines import (
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.learn import sharding
 from grpo_jax.models import leaves, transformer
+from grpo_jax.models.config import LayerKind
 from grpo_jax.models.products import Products
 from grpo_plan import hlo_collectives
 from tests.engines import described, tiny
@@ -35,7 +36,7 @@ MESHES = [
 @pytest.mark.parametrize("form", ["ring", "rows"])
 @pytest.mark.long
 def test_split_parameters_sample_the_tokens_of_one_device(form, shape):
-  model_config = tiny.config(vocab_size=64)
+  model_config = tiny.config(vocab_size=64, layer_kinds=(LayerKind(5), LayerKind()))
   tree = tiny.params(model_config)
   mesh = sharding.make_mesh(**shape)
   placement = sharding.param_shardings(transformer.logical_axes(model_config), mesh, shapes=tree)
@@ -44,7 +45,7 @@ def test_split_parameters_sample_the_tokens_of_one_device(form, shape):
   split.load_weights(jax.device_put(tree, placement), version=1)
   whole = JaxSampler(model_config, max_rows=8, chunk_tokens=4)
   whole.load_weights(tree, version=1)
-  requests = tiny.groups([[1, 2, 3], [5, 6, 7, 8]], 4, stop_ids=(11,), max_tokens=20)
+  requests = tiny.groups([[1, 2, 3], [5, 6, 7, 8]], 4, max_tokens=70)
   wanted, got = tiny.run(whole, requests), tiny.run(split, requests)
   for name, generation in wanted.items():
     assert got[name].token_ids.tolist() == generation.token_ids.tolist()

@@ -100,7 +100,9 @@ def compiled(machine: str, rows: int, layers: int, dtype: str = "bfloat16", **ch
     made = continuous_batching._decode.lower(*given, options=options).compile()
   caches = frozenset(x.shape for x in jax.tree.leaves([own, pages]))
   temporary = made.memory_analysis().temp_size_in_bytes
-  return Compiled(made.as_text() or "", temporary, caches, kv_cache.token_bytes(options))
+  return Compiled(
+    made.as_text() or "", temporary, caches, sum(kv_cache.token_bytes(options).values())
+  )
 
 
 def _params(config: ModelConfig, devices: Sequence[Any], dtype: str) -> Any:

@@ -7,10 +7,10 @@ There is one kernel, for GPUs of the Hopper generation. Elsewhere the sampler co
 import importlib
 from typing import Any
 
-from grpo_kernels.decode_attention.choice import IMPLEMENTATIONS, misfit
+from grpo_kernels.decode_attention.choice import IMPLEMENTATIONS, KEYS, misfit
 from grpo_kernels.implementations import Chip, log_once
 
-__all__ = ["IMPLEMENTATIONS", "kernel"]
+__all__ = ["IMPLEMENTATIONS", "KEYS", "kernel"]
 
 
 def kernel(

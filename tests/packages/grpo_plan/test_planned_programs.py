@@ -59,7 +59,7 @@ def test_sampler_keeps_layers_and_head_in_bfloat16_and_its_caches(run, model):
   head = embed if config.tie_embeddings else 0
   assert run.arrays.sampler == pytest.approx(2 * (kernels + head) / 8, rel=0.02)
   token = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
-  assert run.cache_token == token
+  assert run.cache_token == {None: token}
   ring, pages = 64 * 512 * token / 8, 64 * 64 * token  # pages stand on every device.
   assert run.arrays.caches == ring + pages
 
