@@ -59,6 +59,7 @@ NOT_PURE = {
   "models/gguf.py",
   "models/gguf_header.py",
   "models/loading.py",
+  "models/fused_experts.py",
   "models/merged_tensors.py",
   "models/parameter_reading.py",
   "models/safetensors.py",

@@ -165,8 +165,8 @@ def is_adapter(folder: pathlib.Path) -> bool:
   return (folder / adapter_files.CONFIG_FILE).is_file() and not (folder / "config.json").exists()
 
 
-def _opened(model: loading.ModelFacts) -> safetensors.Folder:
-  tensors = loading.open_tensors(model.directory)
+def _opened(model: loading.ModelFacts) -> safetensors.Tensors:
+  tensors = loading.open_tensors(model.directory, model.config)
   loading.check(tensors, model.config, str(model.directory))
   return tensors
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from grpo_jax.errors import place_and_reason
 from grpo_jax.learn.options import OptimOptions
+from grpo_jax.models import leaves
 from grpo_jax.values import checked, names
 from grpo_jax.values.options import kinds
 
@@ -216,7 +217,9 @@ def global_norm(tree: Any) -> Float[Array, ""]:
 
 
 def decay_mask(params: Any) -> Any:
-  """Returns a tree of bools: True where weight decay applies, i.e. not on norms and biases.
+  """Returns a tree of bools: True where weight decay applies.
+
+  It does not apply to norms, biases and frozen weights.
 
   Decided by name, because stacked layers give a vector two axes.
   """
@@ -232,7 +235,7 @@ def steps_done(opt_state: Any) -> Int[Array, ""] | int:
 
 def _is_decayed(path: tuple[Any, ...]) -> bool:
   name = jax.tree_util.keystr(path[-1:], simple=True)
-  return not (name.endswith("norm") or name.endswith("bias"))
+  return not (name.endswith("norm") or name.endswith("bias") or name in leaves.FROZEN)
 
 
 def _optimizer(name: str) -> tuple[Callable[..., optax.GradientTransformation], list[str]]:

@@ -4,10 +4,20 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_jax.models import gemma3, llama, multimodal, qwen2, qwen3, smollm3
+from grpo_jax.models import (
+  gemma3,
+  llama,
+  multimodal,
+  qwen2,
+  qwen2_moe,
+  qwen3,
+  qwen3_moe,
+  smollm3,
+)
 from grpo_jax.models.errors import ModelError
 from grpo_jax.models.fields import Fields, short
 from grpo_jax.models.layer_kinds import PLAIN, LayerKind, Rope, RopeScaling
+from grpo_jax.models.mixture import Mixture
 
 __all__ = [
   "ACTIVATIONS",
@@ -26,7 +36,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """Sizes and switches of one dense decoder; hashable, so it can be a static argument of jit."""
+  """Sizes and switches of one decoder; hashable, so it can be a static argument of jit."""
 
   family: str  # key of `FAMILIES_BY_NAME`.
   vocab_size: int
@@ -52,6 +62,7 @@ class ModelConfig:
   post_norms: bool = False  # whether norms also follow attention and MLP.
   embedding_scale: float = 1.0  # multiplies the embedding of each token.
   query_scalar: float | None = None  # scores are q·k / √query_scalar; None: / √head_dim.
+  mixture: Mixture | None = None  # experts in place of the MLP, whose width then means nothing.
 
   def __post_init__(self):
     if self.family not in FAMILIES_BY_NAME:
@@ -137,7 +148,7 @@ def from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig
   if "sliding_window" in hf and hf["sliding_window"] is None:
     given["use_sliding_window"] = False  # null means no window there, not the default of 4096.
   fields = Fields({**family.DEFAULTS, **given}, where)
-  _refuse_unsupported(fields)
+  _refuse_unsupported(fields, family)
   missing = [name for name in _REQUIRED if name not in fields]
   if missing:
     raise ModelError(f"{where}: {family.ARCHITECTURE} lacks {missing}")
@@ -266,7 +277,7 @@ def _head_dim(fields: Fields, width: int, heads: int) -> int:
   return width // heads
 
 
-def _refuse_unsupported(fields: Fields) -> None:
+def _refuse_unsupported(fields: Fields, family: Any) -> None:
   """Raises ModelError for options of config.json that would silently change the computation."""
   unsupported = []
   if fields.string("hidden_act") not in (None, *ACTIVATIONS):
@@ -274,8 +285,10 @@ def _refuse_unsupported(fields: Fields) -> None:
     unsupported.append(f"hidden_act={asked} (supported: {known})")
   if fields.get("quantization_config"):
     unsupported.append("quantization_config (supported: plain float32, bfloat16, float16 weights)")
-  if fields.get("num_experts") or fields.get("num_local_experts"):
-    unsupported.append("mixture of experts (supported: dense models)")
+  has_experts = fields.get("num_experts") or fields.get("num_local_experts")
+  if has_experts and family not in _WITH_EXPERTS:
+    known = ", ".join(each.ARCHITECTURE for each in _WITH_EXPERTS)
+    unsupported.append(f"mixture of experts (supported in {known})")
   if unsupported:
     raise ModelError(f"{fields.where} has unsupported options: " + "; ".join(unsupported))
 
@@ -303,7 +316,8 @@ ACTIVATIONS = {
 }
 
 # By config.json's architectures[0], and by its model_type (= `ModelConfig.family`).
-_FAMILIES = (gemma3, llama, qwen2, qwen3, smollm3)
+_WITH_EXPERTS = (qwen2_moe, qwen3_moe)
+_FAMILIES = (gemma3, llama, qwen2, qwen3, smollm3, *_WITH_EXPERTS)
 FAMILIES = {family.ARCHITECTURE: family for family in _FAMILIES}
 FAMILIES_BY_NAME = {family.MODEL_TYPE: family for family in _FAMILIES}
 

@@ -282,7 +282,7 @@ def _as_in_file(array: Any, stored: leaves.Stored, dtype: np.dtype) -> Any:
   """Returns a tensor in the files' layout and dtype, on its devices."""
   if _is_as_stored(array, stored, dtype):
     return array
-  return _own(array)(array, stored.layer, is_kernel=stored.leaf.is_kernel, dtype=dtype)
+  return _own(array)(array, stored.index, is_kernel=stored.leaf.is_kernel, dtype=dtype)
 
 
 def _copies(array: Any, stored: leaves.Stored, dtype: np.dtype) -> int:
@@ -313,10 +313,9 @@ def jobs(params: Any, config: ModelConfig, *, dtype: Any = None) -> list[Compile
     if not _is_as_stored(array, stored, file_dtype):
       kept = {"is_kernel": stored.leaf.is_kernel, "dtype": file_dtype}
       forms = str(jax.tree.map(lambda x: (x.shape, x.dtype), array)), str(array.sharding)
-      key = (type(array), *forms, stored.layer is None, *kept.values())
-      layer = None if stored.layer is None else 0
+      key = (type(array), *forms, len(stored.index), *kept.values())
       shape = " × ".join(map(str, array.shape))
-      found.setdefault(key, _own(array).job(array, layer, detail=shape, **kept))
+      found.setdefault(key, _own(array).job(array, stored.index, detail=shape, **kept))
   return list(found.values())
 
 
@@ -343,10 +342,14 @@ def _is_as_stored(array: Any, stored: leaves.Stored, dtype: np.dtype) -> bool:
   return is_same and _everywhere(array) is None
 
 
-def _tensor(array: Any, layer: jax.Array | None, *, is_kernel: bool, dtype: np.dtype) -> jax.Array:
-  """Returns one layer of a stacked parameter in the files' layout, computed on its devices."""
-  at = lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
-  own = array if layer is None else jax.tree.map(at, array)
+def _tensor(
+  array: Any, place: tuple[jax.Array, ...], *, is_kernel: bool, dtype: np.dtype
+) -> jax.Array:
+  """Returns one layer, or one expert of it, in the files' layout, computed on its devices."""
+  own = array
+  for number in place:
+    at = lambda x, number=number: jax.lax.dynamic_index_in_dim(x, number, keepdims=False)
+    own = jax.tree.map(at, own)
   if isinstance(own, LowRank):
     own = lora.merged(own)
   if isinstance(own, quantized.Quantized):

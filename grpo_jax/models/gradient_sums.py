@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array
 
@@ -31,7 +32,7 @@ LAYERS = "layers"
 _MODEL, _RECOMPUTED = "Transformer", "rematted_computation"
 
 # (parameters of a layer, residual stream, input of all layers, input of this layer) →
-# residual stream, statistics of the layer.
+# residual stream, what the layer returns beside it.
 Block = Callable[[Any, Array, Any, Any], tuple[Array, Any]]
 
 
@@ -81,7 +82,7 @@ def run(block: Block, stack: Stack, x: Array, given: Any, kinds: Any = None) -> 
     kinds: Tree of arrays [L ...], without gradient. Each layer receives its part.
 
   Returns:
-    The output of the last layer; the statistics of all layers, [L ...].
+    The output of the last layer; what the layers return beside it, [L ...].
   """
   return _run(block, stack.weights, stack.sums, x, given, kinds)
 
@@ -96,7 +97,7 @@ def _run(
 
 
 def _forward(block: Block, weights: Any, x: Array, given: Any, kinds: Any) -> tuple[Array, Any]:
-  """Returns the output of the last layer, and the inputs and statistics of all [L ...]."""
+  """Returns the output of the last layer, and the inputs and extras of all [L ...]."""
 
   def step(x: Array, of_layer: Any) -> tuple[Array, Any]:
     params, kind = of_layer
@@ -120,8 +121,9 @@ def _run_bwd(block: Block, kept: Any, cotangents: tuple[Array, Any]) -> tuple[An
 
   def step(carry: tuple[Array, Any], number: Array) -> tuple[tuple[Array, Any], None]:
     dx, sums = carry
-    stacked = (weights, inputs, kinds, of_extras)
-    params, x, kind, dextras = jax.tree.map(lambda stacked: _at(stacked, number), stacked)
+    stacked = (weights, inputs, kinds)
+    params, x, kind = jax.tree.map(lambda stacked: _at(stacked, number), stacked)
+    dextras = jax.tree.map(lambda g: _cotangent_at(g, number), of_extras)
     with jax.named_scope(_RECOMPUTED):
       _, pull = jax.vjp(lambda params, x: block(params, x, given, kind), params, x)
     more, dx = pull((dx, dextras))
@@ -135,6 +137,13 @@ def _run_bwd(block: Block, kept: Any, cotangents: tuple[Array, Any]) -> tuple[An
 
 def _at(stacked: Array, number: Array) -> Array:
   return jax.lax.dynamic_index_in_dim(stacked, number, keepdims=False)
+
+
+def _cotangent_at(stacked: Any, number: Array) -> Any:
+  """Returns a layer's part of a cotangent, which integers have only in form."""
+  if stacked.dtype == jax.dtypes.float0:
+    return np.zeros(stacked.shape[1:], jax.dtypes.float0)
+  return _at(stacked, number)
 
 
 def _add_at(total: Array, number: Array, part: Array) -> Array:

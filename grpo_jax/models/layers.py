@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
+from grpo_jax.models import experts as experts_of_layer
 from grpo_jax.models import leaves, rotary
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import FLOAT32, Products
@@ -23,7 +24,8 @@ from grpo_jax.models.products import FLOAT32, Products
 # and anything else (a cache, or None).
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 
-# Statistics of a layer by name, such as those of a router; today's layers have none.
+# What a layer returns beside its output, by name: of a mixture, the "experts" that computed each
+# token, [B T k] int32.
 Extras = dict[str, Array]
 
 # The names of `leaves.layer` → arrays, of which the kernels may be `products.OutputMajor`.
@@ -165,27 +167,75 @@ def mlp(
   *,
   config: ModelConfig,
   products: Products = FLOAT32,
+  names: tuple[str, str, str] = ("gate", "up", "down"),
 ) -> Float[Array, "B T D"]:
   """Applies the gated MLP, W_down (f(W_gate x) ⊙ W_up x), to normed inputs.
 
-  f is the config's activation.
+  f is the config's activation, and `names` those of the three kernels.
 
   Reference:
     Shazeer 2020, arXiv:2002.05202, SwiGLU and GEGLU, equation 6.
   """
+  gate, up, down = names
+  biased = lambda name, y: _biased(params, name, y.astype(jnp.float32), products)
+  both = products.dots(params, (gate, up), x, products.out_dtype)
+  hidden = _gated(lambda a, b: (biased(gate, a), biased(up, b)), config, products)(*both)
+  (y,) = products.dots(params, (down,), hidden)
+  return _biased(params, down, y, products)
+
+
+def _gated(
+  prepared: Callable[[Array, Array], tuple[Array, Array]], config: ModelConfig, products: Products
+) -> Callable[[Array, Array], Array]:
+  """Returns the function f(gate) ⊙ up, of float32 numbers that `prepared` makes of both."""
   activation = ACTIVATIONS[config.activation]
 
   def gated(gate, up):
-    gate = _biased(params, "gate", gate.astype(jnp.float32), products)
-    up = _biased(params, "up", up.astype(jnp.float32), products)
+    gate, up = prepared(gate, up)
     return (activation(gate) * up).astype(products.out_dtype)
 
-  if products.out_dtype != jnp.float32:
-    # So that the backward pass keeps only gate and up, rounded, and no float32 intermediates.
-    gated = jax.checkpoint(gated, prevent_cse=False)
-  gate, up = products.dots(params, ("gate", "up"), x, products.out_dtype)
-  (y,) = products.dots(params, ("down",), gated(gate, up))
-  return _biased(params, "down", y, products)
+  if products.out_dtype == jnp.float32:
+    return gated
+  # So that the backward pass keeps only gate and up, rounded, and no float32 intermediates.
+  return jax.checkpoint(gated, prevent_cse=False)
+
+
+def feed_forward(
+  params: LayerParams,
+  x: Float[Array, "B T D"],
+  experts: Int[Array, "B T k"] | None = None,
+  *,
+  config: ModelConfig,
+  products: Products = FLOAT32,
+) -> tuple[Float[Array, "B T D"], Extras]:
+  """Applies the MLP or the mixture of experts of a layer to normed inputs.
+
+  A shared expert, which computes every token, is an MLP that is multiplied by sigmoid(x w_s).
+
+  Args:
+    params: Parameters of this layer.
+    x: Input, normed.
+    experts: Experts to use; see `experts.chosen`. None: the router chooses.
+    config: Sizes and switches.
+    products: Options of matrix products.
+
+  Returns:
+    The output; what the layer returns beside it.
+
+  Reference:
+    Rajbhandari et al. 2022, "DeepSpeed-MoE", arXiv:2201.05596, section 4.1.1, for a shared expert.
+  """
+  if config.mixture is None:
+    return mlp(params, x, config=config, products=products), {}
+  settings: dict[str, Any] = {"mixture": config.mixture, "products": products}
+  experts, weights = experts_of_layer.chosen(params, x, experts, **settings)
+  gated = _gated(lambda a, b: (a.astype(jnp.float32), b.astype(jnp.float32)), config, products)
+  y = experts_of_layer.computed(params, x, experts, weights, gated, **settings)
+  if config.mixture.shared_width is not None:
+    (switch,) = products.dots(params, (leaves.SWITCH,), x)
+    shared = mlp(params, x, config=config, products=products, names=leaves.SHARED)
+    y = y + jax.nn.sigmoid(switch) * shared
+  return y, {"experts": experts}
 
 
 def _biased(params: LayerParams, name: str, y: Array, products: Products) -> Array:
@@ -216,6 +266,7 @@ def block(
   *,
   config: ModelConfig,
   products: Products = FLOAT32,
+  experts: Int[Array, "B T k"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Any, Extras]:
   """Applies one decoder layer: attention, then MLP, each added to the residual stream.
 
@@ -230,9 +281,10 @@ def block(
       and v into its cache here, and returns the cache as the second result.
     config: Sizes and switches.
     products: Options of matrix products.
+    experts: Experts of each token, for a layer with a mixture; None: its router chooses.
 
   Returns:
-    The residual stream after the layer; the second result of `attend`; the layer's statistics.
+    The residual stream after the layer; the second result of `attend`; see `Extras`.
   """
   settings = {"config": config, "products": products}
 
@@ -245,8 +297,8 @@ def block(
   x = products.place(x, RESIDUAL)
   attended, kept = attend(*project_qkv(params, normed("input_norm", x), cos, sin, **settings))
   x = added(x, project_output(params, attended, **settings), "post_attention_norm")
-  x = added(x, mlp(params, normed("mlp_norm", x), **settings), "post_mlp_norm")
-  return products.place(x, RESIDUAL), kept, {}
+  y, extras = feed_forward(params, normed("mlp_norm", x), experts, **settings)
+  return products.place(added(x, y, "post_mlp_norm"), RESIDUAL), kept, extras
 
 
 def initializer(kind: str, config: ModelConfig) -> nn.initializers.Initializer:
@@ -267,6 +319,8 @@ def _as_last_axis(vector: Array, ndim: int) -> Array:
 _INITIALIZERS = {
   "kernel": nn.initializers.normal(0.02),
   "head": nn.initializers.normal(0.02),
+  "router": nn.initializers.normal(0.02),
+  "experts": nn.initializers.normal(0.02),
   "embedding": nn.initializers.normal(0.02),
   "norm": nn.initializers.ones,
   "bias": nn.initializers.zeros,

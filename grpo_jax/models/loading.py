@@ -12,6 +12,7 @@ import numpy as np
 from grpo_jax.models import (
   classifier,
   files,
+  fused_experts,
   leaves,
   multimodal,
   parameter_reading,
@@ -87,7 +88,7 @@ def load_weights(
   dtype: parameter_reading.Dtypes = jnp.float32,
 ) -> Loaded:
   """Reads the weights of a model whose other files have been read; see `load`."""
-  tensors = open_tensors(facts.directory)
+  tensors = open_tensors(facts.directory, facts.config)
   check(tensors, facts.config, str(facts.directory))
   rounding = parameter_reading.Rounding()
   params = parameter_reading.read_params(
@@ -122,7 +123,7 @@ def load_classifier(path: str | pathlib.Path, *, dtype: Any = jnp.float32) -> Lo
   file = directory / "config.json"
   hf = files.read_json(file)
   config = model_config.classifier_from_hf(hf, where=str(file))
-  tensors = safetensors.open_folder(directory)
+  tensors = open_tensors(directory, config)
   shape = tuple(tensors.shapes.get(SCORE_NAME, ()))
   if len(shape) != 2 or shape[1] != config.hidden_size:
     found = sorted(name for name in tensors.shapes if not name.startswith("model."))
@@ -149,8 +150,10 @@ def read_config(directory: pathlib.Path) -> ModelConfig:
   return model_config.from_hf(files.read_json(file), where=str(file))
 
 
-def open_tensors(directory: pathlib.Path) -> safetensors.Folder:
+def open_tensors(directory: pathlib.Path, config: ModelConfig) -> safetensors.Tensors:
   """Opens the tensors of the text model in a Hugging Face folder, by its own names.
+
+  There is one for each expert, also where a file holds all experts of a layer in one tensor.
 
   Raises:
     MissingModel, ModelError: As for `load`, except that no tensor is read.
@@ -163,7 +166,7 @@ def open_tensors(directory: pathlib.Path) -> safetensors.Folder:
       raise ModelError(f"{directory}: two of its tensors are {own} of the text model")
     if own is not None:
       entries[own] = entry
-  return safetensors.Folder(entries)
+  return fused_experts.apart(safetensors.Folder(entries), config)
 
 
 def read_facts(directory: pathlib.Path) -> ModelFacts:
@@ -182,7 +185,7 @@ def look(path: str | pathlib.Path) -> ModelConfig:
   """
   directory = pathlib.Path(path).expanduser()
   config = read_config(directory)
-  tensors = open_tensors(directory)
+  tensors = open_tensors(directory, config)
   faults = _misfits(tensors, config)
   if faults:
     raise _unfit(str(directory), faults)

@@ -227,14 +227,13 @@ def _read_part(
   rounding: Rounding,
 ) -> np.ndarray:
   """Reads the part of a leaf given by `index`, one tensor of the file after another."""
-  size = [len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)]
-  out = np.empty(size, dtype)
-  if parts[0].layer is None:
-    _copy(tensors, parts[0], index, out, rounding)
-    return out
-  layers = range(*index[0].indices(shape[0]))
-  for place, layer in enumerate(layers):
-    _copy(tensors, parts[layer], index[1:], out[place], rounding)
+  ranges = [range(*s.indices(n)) for s, n in zip(index, shape, strict=True)]
+  out = np.empty([len(each) for each in ranges], dtype)
+  of_place = {stored.index: stored for stored in parts}
+  axes = len(parts[0].index)  # those along which a leaf has a tensor for each place.
+  for place in np.ndindex(out.shape[:axes]):
+    stored = of_place[tuple(each[i] for each, i in zip(ranges, place, strict=False))]
+    _copy(tensors, stored, index[axes:], out[place], rounding)
   return out
 
 
@@ -246,7 +245,7 @@ def _copy(
   rounding: Rounding,
 ) -> None:
   """Fills `out` with the part of one tensor, a few rows of the file at a time."""
-  in_file = index[::-1] if stored.leaf.is_kernel else index
+  in_file = index[::-1] if stored.leaf.is_kernel else index  # both without the places in a stack.
   first, last, _ = in_file[0].indices(stored.shape[0])
   target = out.T if stored.leaf.is_kernel else out
   rows = max(1, CHUNK_VALUES // max(1, int(np.prod(stored.shape[1:]))))

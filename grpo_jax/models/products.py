@@ -110,11 +110,13 @@ class Products:
       the compute dtype. All other products are float32.
     placement: Placement of weights and activations on a mesh; None: one device, or wherever the
       compiler puts them.
+    every_expert: Whether every expert of a mixture computes every token: for few tokens on a mesh.
   """
 
   compute_dtype: Any = jnp.float32
   out_dtype: Any = None
   placement: MeshPlacement | None = None
+  every_expert: bool = False
 
   def __post_init__(self):
     """Converts both dtypes to `jnp.dtype`, so that equal options compare equal.

@@ -38,10 +38,12 @@ class Kinds(NamedTuple):
   Attributes:
     window: Index of the layer's window in `Tokens`.
     table: Index of the layer's rotary table in `Tokens`.
+    experts: Experts to use, [L B T k]; None: the routers choose, or there are none.
   """
 
   window: Array | None
   table: Array | None
+  experts: Array | None = None
 
 
 class View(NamedTuple):
@@ -88,8 +90,16 @@ def tokens(
   return Tokens(*angles, seen[0] if len(seen) == 1 else jax.tree.map(_stack, *seen))
 
 
-def kinds(config: ModelConfig) -> Kinds:
-  """Returns what differs between the layers, for a scan over them."""
+def kinds(config: ModelConfig, experts: Int[Array, "B T L k"] | None = None) -> Kinds:
+  """Returns what differs between the layers, for a scan over them.
+
+  Args:
+    config: Sizes and switches.
+    experts: Experts of each token in each layer; None: the routers choose, or there are none.
+
+  Raises:
+    ValueError: Experts are given, but not for this model's layers.
+  """
   windows, tables = _windows(config), _tables(config)
   numbers = lambda found: jnp.asarray(found, jnp.int32)
   window = table = None
@@ -97,7 +107,13 @@ def kinds(config: ModelConfig) -> Kinds:
     window = numbers([windows.index(kind.window) for kind in config.kinds])
   if len(tables) > 1:
     table = numbers([tables.index(kind.rope) for kind in config.kinds])
-  return Kinds(window, table)
+  if experts is not None:
+    mixture, given = config.mixture, experts.shape[2:]
+    wanted = None if mixture is None else (config.num_layers, mixture.experts_per_token)
+    if given != wanted:
+      raise ValueError(f"experts [layers, k] {list(given)} are given to a model with {wanted}")
+    experts = jnp.moveaxis(experts, 2, 0)
+  return Kinds(window, table, experts)
 
 
 def view(tokens: Tokens, kind: Kinds) -> View:

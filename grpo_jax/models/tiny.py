@@ -18,6 +18,7 @@ from grpo_jax.files import atomic
 from grpo_jax.models import config as model_config
 from grpo_jax.models import export, loading, safetensors, transformer
 from grpo_jax.models.config import LayerKind, ModelConfig, Rope
+from grpo_jax.models.mixture import Mixture
 
 SPECIAL = ("<pad>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -38,6 +39,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
   "llama": {"tie_embeddings": True},
   "qwen2": {"tie_embeddings": True, "qkv_bias": True},
   "qwen3": {"tie_embeddings": True, "qk_norm": True},
+  "qwen2_moe": {"qkv_bias": True, "mixture": Mixture(8, 2, 16, shared_width=24)},
+  "qwen3_moe": {"qk_norm": True, "mixture": Mixture(8, 2, 16, normalised=True)},
   "smollm3": {"tie_embeddings": True, "layer_kinds": (LayerKind(), LayerKind(rope=None))},
 }
 

@@ -26,7 +26,7 @@ class Outputs(NamedTuple):
 
   Attributes:
     hidden: Hidden states after the final norm, [B T D] float32.
-    extras: Statistics of the layers by name, [L ...]; see `layers.Extras`.
+    extras: Further results of the layers by name, [L ...]; see `layers.Extras`.
   """
 
   hidden: Float[Array, "B T D"]
@@ -56,7 +56,7 @@ class Block(nn.Module):
       kind: Entry of `scanned_layers.kinds` for the layer.
 
     Returns:
-      The residual stream; the layer's statistics.
+      The residual stream; `layers.Extras`.
     """
     params = {
       name: self.param(name, layers.initializer(leaf.kind, self.config), leaf.shape)
@@ -89,6 +89,7 @@ class Transformer(nn.Module):
     segment_ids: Int[Array, "B T"],
     branch_ids: Int[Array, "B T"] | None = None,
     *,
+    experts: Int[Array, "B T L k"] | None = None,
     with_extras: bool = False,
   ) -> Float[Array, "B T D"] | Outputs:
     """Returns the hidden states after the final norm, float32.
@@ -99,7 +100,9 @@ class Transformer(nn.Module):
       segment_ids: 0 is padding, which attends to nothing; its hidden states mean nothing.
       branch_ids: 0 is the prompt, 1.. its completions, which do not see each other; None: every
         segment is one branch.
-      with_extras: Whether to return `Outputs`, with the statistics of the layers.
+      experts: Experts of each token in each layer, which replace those of the routers. A token with
+        an entry below 0 in a layer has those of the router. None: the routers choose.
+      with_extras: Whether to return `Outputs`, with what the layers return beside hidden states.
     """
     own = {
       name: self.param(name, layers.initializer(leaf.kind, self.config), leaf.shape)
@@ -117,7 +120,7 @@ class Transformer(nn.Module):
     shared = {"attention": self.attention, "products": self.products}
     given = scanned_layers.tokens(self.config, positions, segment_ids, branch_ids, **shared)
     block = stack(self.config, self.products, self.attention, name="layers")
-    x, extras = block(x, given, scanned_layers.kinds(self.config))
+    x, extras = block(x, given, scanned_layers.kinds(self.config, experts))
     x = layers.norm(x, own["final_norm"], **settings)
     outputs = Outputs(self.products.place(x, layers.RESIDUAL), extras)
     return outputs if with_extras else outputs.hidden
@@ -134,9 +137,11 @@ def hidden_states(
   products: Products = FLOAT32,
   remat: str = "none",
   attention: Attention = AUTOMATIC,
+  experts: Int[Array, "B T L k"] | None = None,
 ) -> Float[Array, "B T D"]:
   """Returns the hidden states of `outputs`; the arguments are the same."""
-  settings = {"products": products, "remat": remat, "attention": attention}
+  settings: Any = {"products": products, "remat": remat, "attention": attention}
+  settings["experts"] = experts
   return outputs(params, config, tokens, positions, segment_ids, branch_ids, **settings).hidden
 
 
@@ -151,6 +156,7 @@ def outputs(
   products: Products = FLOAT32,
   remat: str = "none",
   attention: Attention = AUTOMATIC,
+  experts: Int[Array, "B T L k"] | None = None,
 ) -> Outputs:
   """Computes what `Transformer` does, also for parameters made by `gradient_sums.attach`.
 
@@ -165,20 +171,22 @@ def outputs(
     remat: Activations that the backward pass recomputes, as in `Transformer`. With "full" the
       layers of a `Stack` add their gradients in place.
     attention: Attention among the tokens of packed rows.
+    experts: Experts of each token in each layer, as in `Transformer`.
   """
   stack = params[gradient_sums.LAYERS]
   given = lambda: scanned_layers.tokens(
     config, positions, segment_ids, branch_ids, attention=attention, products=products
   )
+  kinds = scanned_layers.kinds(config, experts)
   if isinstance(stack, gradient_sums.Stack):
     if remat == "full":
-      return _summing_in_place(params, config, tokens, given(), products, attention)
+      return _summing_in_place(params, config, tokens, given(), kinds, products, attention)
     params = {**params, gradient_sums.LAYERS: gradient_sums.joined(stack.weights, stack.sums)}
   if not all(isinstance(x, _ARRAYS) for x in params[gradient_sums.LAYERS].values()):
-    return _scanned(params, config, tokens, given(), products, remat, attention)
+    return _scanned(params, config, tokens, given(), kinds, products, remat, attention)
   model = Transformer(config, products=products, remat=remat, attention=attention)
   inputs = tokens, positions, segment_ids, branch_ids
-  found: Any = model.apply({"params": params}, *inputs, with_extras=True)
+  found: Any = model.apply({"params": params}, *inputs, experts=experts, with_extras=True)
   return found
 
 
@@ -187,6 +195,7 @@ def _summing_in_place(
   config: ModelConfig,
   tokens: Array,
   given: scanned_layers.Tokens,
+  kinds: scanned_layers.Kinds,
   products: Products,
   attention: Attention,
 ) -> Outputs:
@@ -196,8 +205,7 @@ def _summing_in_place(
     return _packed_block(layer_params, x, given, kind, config, products, attention)
 
   x = layers.embed(params["embed"], tokens, config=config, products=products)
-  stack, kinds = params[gradient_sums.LAYERS], scanned_layers.kinds(config)
-  x, extras = gradient_sums.run(block, stack, x, given, kinds)
+  x, extras = gradient_sums.run(block, params[gradient_sums.LAYERS], x, given, kinds)
   x = layers.norm(x, params["final_norm"], config=config, products=products)
   return Outputs(products.place(x, layers.RESIDUAL), extras)
 
@@ -207,6 +215,7 @@ def _scanned(
   config: ModelConfig,
   tokens: Array,
   given: scanned_layers.Tokens,
+  kinds: scanned_layers.Kinds,
   products: Products,
   remat: str,
   attention: Attention,
@@ -221,7 +230,7 @@ def _scanned(
     step = jax.checkpoint(step, policy=_policy(remat), prevent_cse=False)
   x = layers.embed(params["embed"], tokens, config=config, products=products)
   with jax.named_scope("Transformer"):
-    x, extras = jax.lax.scan(step, x, (params["layers"], scanned_layers.kinds(config)))
+    x, extras = jax.lax.scan(step, x, (params["layers"], kinds))
   x = layers.norm(x, params["final_norm"], config=config, products=products)
   return Outputs(products.place(x, layers.RESIDUAL), extras)
 
@@ -241,7 +250,7 @@ def _packed_block(
   def attend(q, k, v):
     return attention(q, k, v, view.seen, products=products), None
 
-  settings = {"config": config, "products": products}
+  settings: Any = {"config": config, "products": products, "experts": kind.experts}
   x, _, extras = layers.block(params, x, view.cos, view.sin, attend, **settings)
   return x, extras
 

@@ -159,7 +159,7 @@ class CheckpointAdapter:
 class CheckpointTensors:
   """The weights of a checkpoint as `safetensors.Tensors`: Hugging Face's names and layout.
 
-  One tensor is kept until another one is read, as readers take several parts of each.
+  One layer of a parameter is kept until another one is read, as readers take several parts of each.
   """
 
   def __init__(self, folder: pathlib.Path, config: ModelConfig, dtypes: Mapping[str, np.dtype]):
@@ -174,7 +174,7 @@ class CheckpointTensors:
     self._arrays = _Arrays(folder / "state")
     self._stored = {stored.name: stored for stored in leaves.stored(config)}
     self._dtypes = dtypes
-    self._last: tuple[str, np.ndarray] | None = None
+    self._last: tuple[Any, np.ndarray] | None = None
 
   @property
   def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -191,16 +191,19 @@ class CheckpointTensors:
     Raises:
       WeightsError: The checkpoint was deleted meanwhile, or its arrays make no sense.
     """
-    if self._last is None or self._last[0] != name:
-      self._last = None  # never two tensors at once.
-      self._last = name, self._read(self._stored[name])
-    return self._last[1][rows] if self._stored[name].shape else self._last[1]
+    stored = self._stored[name]
+    key = stored.path, stored.layer
+    if self._last is None or self._last[0] != key:
+      self._last = None  # never two at once.
+      self._last = key, self._read(stored)
+    own = self._last[1] if stored.expert is None else self._last[1][stored.expert]
+    own = own.T if stored.leaf.is_kernel else own
+    return own[rows] if stored.shape else own
 
   def _read(self, stored: leaves.Stored) -> np.ndarray:
     layers = None if stored.layer is None else (stored.layer, stored.layer + 1)
     own = _read(self._folder, self._arrays, _name(stored.path), layers)
-    own = own if layers is None else own[0]
-    return own.T if stored.leaf.is_kernel else own
+    return own if layers is None else own[0]
 
 
 def _read(folder: pathlib.Path, arrays: "_Arrays", name: str, rows: _Range | None) -> np.ndarray:

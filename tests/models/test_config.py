@@ -139,7 +139,7 @@ def test_family_is_taken_from_model_type_when_no_architecture_is_named():
 @pytest.mark.parametrize(
   ("change", "message"),
   [
-    ({"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM.*supported are.*Llama"),
+    ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM.*supported are.*Llama"),
     ({"use_sliding_window": True}, "use_sliding_window"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
     ({"hidden_act": "relu"}, "hidden_act='relu'.*silu"),

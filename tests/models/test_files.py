@@ -20,6 +20,7 @@ from grpo_jax.models import config as model_config
 from grpo_jax.models import export, leaves, loading, transformer
 from grpo_jax.models import safetensors as ours
 from grpo_jax.models import tiny as tiny_models
+from grpo_jax.models.mixture import Mixture
 from tests import stored_runs
 from tests.models import tiny
 
@@ -28,6 +29,10 @@ CONFIGS = {
   "qwen2-tied": tiny.config(family="qwen2", qkv_bias=True),
   "qwen3-untied": tiny.config(family="qwen3", qk_norm=True, tie_embeddings=False),
   "gemma3": tiny.config(**tiny.GEMMA3),
+  "qwen3_moe": tiny.config(family="qwen3_moe", qk_norm=True, mixture=Mixture(5, 2, 8, True)),
+  "qwen2_moe": tiny.config(
+    family="qwen2_moe", qkv_bias=True, mixture=Mixture(3, 1, 8, shared_width=9)
+  ),
 }
 
 

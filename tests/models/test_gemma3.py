@@ -289,7 +289,7 @@ def test_two_tensors_of_one_name_are_refused(around, tmp_path):
   safetensors.write_folder(tmp_path, tensors)
   (tmp_path / "config.json").write_text((folder / "config.json").read_text())
   with pytest.raises(ModelError, match="two of its tensors are model.norm.weight"):
-    loading.open_tensors(tmp_path)
+    loading.open_tensors(tmp_path, loading.read_config(tmp_path))
 
 
 HF = {

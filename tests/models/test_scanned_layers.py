@@ -88,7 +88,7 @@ def test_layers_that_are_alike_take_no_arrays():
   position, ids = jnp.arange(4)[None], jnp.ones((1, 4), int)
   for kinds in ((), (LayerKind(5),) * 3, (LayerKind(None, None),) * 3):
     config = tiny.config(layer_kinds=kinds)
-    assert scanned_layers.kinds(config) == (None, None)
+    assert scanned_layers.kinds(config) == (None, None, None)
     options = {"attention": AUTOMATIC, "products": products.FLOAT32}
     given = scanned_layers.tokens(config, position, ids, None, **options)
     assert (given.seen.positions is None) == (config.kinds[0].window is None)

@@ -27,6 +27,8 @@ CLASSES = {
   "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
   "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
   "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
+  "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
+  "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
 }
 
 # Options of `config` for Gemma 3: what its config.json describes.
