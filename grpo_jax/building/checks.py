@@ -169,11 +169,14 @@ def check_split(mesh: Mesh, model: loading.ModelFacts) -> None:
   """Logs which parts of a model a mesh does not split although it has an axis to split them.
 
   Raises:
-    ConfigError: `mesh.tensor` does not divide the attention heads or the feed-forward width.
+    ConfigError: `mesh.tensor` does not divide the attention heads or the feed-forward width, or
+      `mesh.expert` the experts.
   """
   sizes = model.config
   tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
-  for what, length in (("attention heads", sizes.num_heads), ("mlp", sizes.intermediate_size)):
+  _check_experts(mesh, model)
+  width = sizes.intermediate_size if sizes.mixture is None else sizes.mixture.width
+  for what, length in (("attention heads", sizes.num_heads), ("mlp", width)):
     if length % tensor:
       raise configuration.ConfigError(
         f"mesh.tensor={tensor} does not divide the model's {length} {what} ({model.directory}): set"
@@ -192,6 +195,21 @@ def check_split(mesh: Mesh, model: loading.ModelFacts) -> None:
       "mesh.tensor=%d does not divide the vocabulary of %d: every device holds the whole"
       " embedding and head",
       *(tensor, sizes.vocab_size),
+    )
+
+
+def _check_experts(mesh: Mesh, model: loading.ModelFacts) -> None:
+  """Raises ConfigError if the mesh has an axis for experts that does not divide the model's."""
+  expert, mixture = mesh.shape.get("expert", 1), model.config.mixture
+  if expert > 1 and mixture is None:
+    raise configuration.ConfigError(
+      f"mesh.expert={expert} divides experts, but {model.directory} has none: set mesh.expert=1 and"
+      " mesh.fsdp=-1"
+    )
+  if mixture is not None and mixture.num_experts % expert:
+    raise configuration.ConfigError(
+      f"mesh.expert={expert} does not divide the model's {mixture.num_experts} experts"
+      f" ({model.directory}): set it to a divisor"
     )
 
 

@@ -287,8 +287,9 @@ def decode_step(
     Logits of the next token, float32; `own` with this token in it.
   """
   config, form = options.config, cache_forms.of(options)
+  products = dataclasses.replace(options.products, every_expert=options.mesh is not None)
   angles = _angles((jnp.asarray(rows.prompt_lengths) + lengths)[:, None], config)
-  settings = {"config": config, "products": options.products}
+  settings = {"config": config, "products": products}
   at = jnp.asarray(rows.step) + number, lengths
   x, written = layers.embed(weights.embed, tokens[:, None], **settings), []
   for i, (pages, of_rows, kind) in enumerate(zip(prompts, own, config.kinds, strict=True)):

@@ -340,7 +340,7 @@ class _Layout:
       _, first, second = _axes(of["layers"][name])
       if isinstance(value, OutputMajor):
         return OutputMajor(PartitionSpec(second, first))
-      return PartitionSpec(first)
+      return PartitionSpec(*of["layers"][name][1:])
 
     return _with(
       weights,

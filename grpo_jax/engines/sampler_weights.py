@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from grpo_jax.engines.sampler_inputs import ProgramOptions, as_tree, unchecked
-from grpo_jax.models import layers, lora, transformer
+from grpo_jax.models import layers, leaves, lora, transformer
 from grpo_jax.models.products import (
   Adapters,
   FusedKernels,
@@ -26,7 +26,10 @@ from grpo_jax.models.products import (
 from grpo_jax.models.quantized import Quantized
 
 # The kernels of a layer that have the same input, as `layers` asks for their products.
-_WITH_SAME_INPUT = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
+_WITH_SAME_INPUT = (
+  *(("q", "k", "v"), ("o",), ("gate", "up"), ("down",)),
+  *(leaves.SHARED[:2], leaves.SHARED[2:]),
+)
 
 
 @as_tree
@@ -36,7 +39,8 @@ class SamplerWeights:
 
   Attributes:
     embed: Embedding; the trainer's own array, or a copy in the compute dtype.
-    layers: Parameters of each layer; kernels are transposed and in the compute dtype.
+    layers: Parameters of each layer; kernels are transposed and in the compute dtype, but those of
+      experts are not transposed, and a router is in float32.
     final_norm: Final norm; the trainer's own array, or a copy.
     head: Head in the compute dtype; the trainer's own array if it has this dtype.
     quantized: Quantised kernels of all layers, [L ...]; the trainer's own arrays. They are read
@@ -177,15 +181,18 @@ def _unstack(
       for fewer and larger products. On a mesh each kernel is split by itself.
   """
 
-  def converted(x, i):
+  def converted(name, x, i):
     if isinstance(x, LowRank):
       x = lora.merged(jax.tree.map(lambda x: x[i], x))[None]
       i = 0
+    if x.ndim == 4:
+      return x[i].astype(dtype)
     # Norms and biases, [L n], stay float32: they are not factors of a product.
-    return OutputMajor(x[i].T.astype(dtype)) if x.ndim == 3 else x[i].astype(jnp.float32)
+    own = jnp.float32 if x.ndim == 2 or name == leaves.ROUTER else dtype
+    return OutputMajor(x[i].T.astype(own)) if x.ndim == 3 else x[i].astype(own)
 
   def layer(i):
-    made: dict[str, Any] = {name: converted(x, i) for name, x in stacked.items()}
+    made: dict[str, Any] = {name: converted(name, x, i) for name, x in stacked.items()}
     for names in _WITH_SAME_INPUT if is_joined else ():
       if len(names) == 1 or not made.keys() >= set(names):
         continue

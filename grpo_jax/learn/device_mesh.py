@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 from jaxtyping import Shaped
 
 from grpo_jax.learn.options import MeshOptions
-from grpo_jax.models.placement import AXES
+from grpo_jax.models.placement import AXES, AXES_WITH_EXPERTS
 
 # Coordinates of the chips of a 4 × 4 slice, such as a v5e-16: a ring along the links in which the
 # 2 × 2 chips of a host follow each other. In the ring of `mesh_utils` they do not, so that a host
@@ -35,9 +35,10 @@ def make_mesh(
   data: int = MeshOptions.data,
   fsdp: int = MeshOptions.fsdp,
   tensor: int = MeshOptions.tensor,
+  expert: int = MeshOptions.expert,
   devices: Sequence[Any] | None = None,
 ) -> Mesh:
-  """Makes the mesh ("data", "fsdp", "tensor").
+  """Makes the mesh ("data", "fsdp", "tensor"), or ("data", "fsdp", "expert", "tensor").
 
   "tensor" joins the nearest devices and "data" the farthest: domains are crossed by "data" as far
   as the sizes allow, then by "fsdp". Within a TPU slice the axes follow its links.
@@ -47,6 +48,7 @@ def make_mesh(
       If `data` and `fsdp` are both -1, `data` is the number of domains.
     fsdp: Number of parts of weights and rows.
     tensor: Number of parts of heads, feed-forward and vocabulary.
+    expert: Number of parts of experts and rows; 1: the mesh has no such axis.
     devices: Devices to use; None: all.
 
   Raises:
@@ -55,25 +57,34 @@ def make_mesh(
   """
   _check_processes(devices)
   devices = list(jax.devices() if devices is None else devices)
-  sizes = mesh_sizes(devices, data=data, fsdp=fsdp, tensor=tensor)
-  return Mesh(_grid(devices, sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+  sizes = mesh_sizes(devices, data=data, fsdp=fsdp, tensor=tensor, expert=expert)
+  axes = _axes(sizes)
+  return Mesh(_grid(devices, sizes), axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
-def mesh_sizes(devices: Sequence[Any], *, data: int, fsdp: int, tensor: int) -> tuple[int, ...]:
-  """Returns the sizes of ("data", "fsdp", "tensor") with -1 filled in.
+def _axes(sizes: Sequence[int]) -> tuple[str, ...]:
+  """Returns the names of the axes of these sizes."""
+  return AXES if len(sizes) == len(AXES) else AXES_WITH_EXPERTS
+
+
+def mesh_sizes(
+  devices: Sequence[Any], *, data: int, fsdp: int, tensor: int, expert: int = MeshOptions.expert
+) -> tuple[int, ...]:
+  """Returns the sizes of the axes of `make_mesh` with -1 filled in.
 
   Args:
     devices: Devices of the mesh; all of them are used.
     data: Number of replicas, as in `make_mesh`.
     fsdp: Number of parts of weights and rows, as in `make_mesh`.
     tensor: Number of parts of heads, feed-forward and vocabulary, as in `make_mesh`.
+    expert: Number of parts of experts and rows, as in `make_mesh`.
 
   Raises:
     ValueError: The sizes do not match the number of devices, or cannot be divided among TPU slices.
       The message names the devices, and what to set.
   """
-  sizes = [data, fsdp, tensor]
-  named = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
+  sizes = [data, fsdp, tensor] if expert == 1 else [data, fsdp, expert, tensor]
+  named = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(_axes(sizes), sizes, strict=True))
   if any(isinstance(size, bool) or not isinstance(size, int) for size in sizes):
     raise ValueError(f"mesh sizes must be whole numbers, got {named}")
   by_domain = data == fsdp == -1
@@ -83,7 +94,7 @@ def mesh_sizes(devices: Sequence[Any], *, data: int, fsdp: int, tensor: int) -> 
       f" got {named}"
     )
   if by_domain:
-    sizes[0] = _equal_domains(named, devices, tensor)
+    sizes[0] = _equal_domains(named, devices, math.prod(sizes[2:]))
   given = math.prod(size for size in sizes if size != -1)
   if -1 in sizes and len(devices) % given == 0:
     sizes[sizes.index(-1)] = len(devices) // given
@@ -109,14 +120,15 @@ def domains(devices: Sequence[Any]) -> list[list[Any]]:
   return [found[number] for number in sorted(found)]
 
 
-def describe(grid: Shaped[np.ndarray, "data fsdp tensor"]) -> str:
+def describe(grid: Shaped[np.ndarray, "..."]) -> str:
   """Returns in one line which axes of a mesh cross processes and domains; "" if none does.
 
   Args:
     grid: Devices in the shape of the mesh, as in `Mesh.devices`.
   """
   devices = list(grid.flat)
-  axes = " × ".join(f"{axis} {size}" for axis, size in zip(AXES, grid.shape, strict=True))
+  sizes = zip(_axes(grid.shape), grid.shape, strict=True)
+  axes = " × ".join(f"{axis} {size}" for axis, size in sizes)
   noun, count = domain_noun(devices), len(domains(devices))
   crossing = {
     "processes": _crossing(grid, lambda device: device.process_index),
@@ -175,7 +187,7 @@ def _check_slices(named: str, sizes: Sequence[int], devices: Sequence[Any]) -> N
     each = " and ".join(str(len(part)) for part in of_domains)
     raise ValueError(f"{named} needs TPU slices of equal size, there are slices of {each} devices")
   across = _across(sizes, count)
-  if math.prod(across) != count or across[-1] > 1:
+  if math.prod(across) != count or max(across[2:]) > 1:
     raise ValueError(
       f"{named} would split tensors between TPU slices, there are {count} slices of"
       f" {len(of_domains[0])} devices: set mesh.data={count}, or mesh.data=-1 and mesh.fsdp=-1"
@@ -239,7 +251,8 @@ def _parts(devices: Sequence[Any], count: int, noun: str) -> str:
 def _crossing(grid: np.ndarray, part: Callable[[Any], int]) -> list[str]:
   """Returns the axes along which the part of a device, such as its process, changes."""
   parts = np.vectorize(part, otypes=[np.int64])(grid)
-  return [axis for i, axis in enumerate(AXES) if (np.diff(parts, axis=i) != 0).any()]
+  axes = _axes(grid.shape)
+  return [axis for i, axis in enumerate(axes) if (np.diff(parts, axis=i) != 0).any()]
 
 
 def _domain(device: Any) -> int:

@@ -4,6 +4,7 @@
 order of its devices.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from grpo_kernels.linear_logprobs.sharded import Partition
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.learn.device_mesh import make_mesh, mesh_sizes
-from grpo_jax.models.placement import AXES, ROWS, RULES, MeshPlacement
+from grpo_jax.models.placement import AXES, RULES, MeshPlacement, row_axes
 from grpo_jax.processes import arrays
 
 __all__ = [
@@ -51,14 +52,14 @@ def unsplit(logical_axes: Any, mesh: Mesh, *, shapes: Any) -> dict[str, dict[str
   ):
     for name, length in zip(names, like.shape, strict=True):
       axis = RULES.get(name)
-      if axis is not None and length % mesh.shape[axis]:
+      if axis is not None and length % mesh.shape.get(axis, 1):
         found.setdefault(axis, {})[name] = length
   return found
 
 
 def replicas(mesh: Mesh) -> int:
   """Returns the number of devices over which rows are split; B must be a multiple of it."""
-  return int(np.prod([mesh.shape[axis] for axis in ROWS]))
+  return math.prod(mesh.shape[axis] for axis in row_axes(mesh))
 
 
 def param_shardings(logical_axes: Any, mesh: Mesh, *, shapes: Any) -> Any:
@@ -113,7 +114,7 @@ def mesh_of(shardings: Any) -> Mesh:
 
 def of_rows(mesh: Mesh) -> NamedSharding:
   """Returns the sharding of arrays whose first axis is rows."""
-  return NamedSharding(mesh, PartitionSpec(ROWS))
+  return NamedSharding(mesh, PartitionSpec(row_axes(mesh)))
 
 
 def placement(mesh: Mesh) -> MeshPlacement | None:
@@ -132,7 +133,7 @@ def head_partition(mesh: Mesh) -> Partition | None:
   return Partition(
     mesh,
     vocab_axis=vocab_axis if mesh.shape[vocab_axis] > 1 else None,
-    token_axes=tuple(axis for axis in ROWS if mesh.shape[axis] > 1),
+    token_axes=tuple(axis for axis in row_axes(mesh) if mesh.shape[axis] > 1),
     width_axis=RULES["embed"] if mesh.shape[RULES["embed"]] > 1 else None,
   )
 

@@ -23,9 +23,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from grpo_jax.models import grouped_products, leaves
-from grpo_jax.models.placement import MeshPlacement
-
-_EXPERT, _EMBED, _MLP = "expert", "fsdp", "tensor"  # mesh axes of the logical axes of experts.
+from grpo_jax.models.placement import EXPERT, MeshPlacement
 
 
 class Routed(NamedTuple):
@@ -68,7 +66,7 @@ class Dispatch:
   @property
   def is_gathered(self) -> bool:
     """Whether a device computes tokens of others."""
-    return self.is_split and _EXPERT in self.rows
+    return self.is_split and EXPERT in self.rows
 
   def partition(self, what: str) -> PartitionSpec:
     """Returns the partition of "tokens" [B ...], or of what each device has for itself."""
@@ -94,15 +92,15 @@ class Dispatch:
     """Returns [n ...] of the tokens of all devices whose experts this device computes."""
     if not self.is_gathered:
       return tokens
-    return collectives.gathered(tokens, _EXPERT, dim=0, dtype=tokens.dtype)
+    return collectives.gathered(tokens, EXPERT, dim=0, dtype=tokens.dtype)
 
   def summed(self, sums: Array) -> Array:
     """Returns this device's tokens of the sums over all experts and all of their width."""
     if self.width_axis is not None:
       sums = jax.lax.psum(sums, self.width_axis)
     if self.is_gathered:
-      return jax.lax.psum_scatter(sums, _EXPERT, scatter_dimension=0, tiled=True)
-    return jax.lax.psum(sums, _EXPERT) if self.is_split else sums
+      return jax.lax.psum_scatter(sums, EXPERT, scatter_dimension=0, tiled=True)
+    return jax.lax.psum(sums, EXPERT) if self.is_split else sums
 
 
 def make(
@@ -139,8 +137,8 @@ def routed(dispatch: Dispatch, experts: Int[Array, "B T k"]) -> Routed:
     chosen = dispatch.gathered(experts.reshape(-1, dispatch.k)).reshape(-1)
     count = dispatch.num_experts
     if dispatch.is_split:
-      count //= jax.lax.axis_size(_EXPERT)
-      own = chosen - jax.lax.axis_index(_EXPERT) * count
+      count //= jax.lax.axis_size(EXPERT)
+      own = chosen - jax.lax.axis_index(EXPERT) * count
       chosen = jnp.where((own >= 0) & (own < count), own, count)
     order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
     numbers = jnp.arange(order.shape[0], dtype=jnp.int32)
@@ -319,7 +317,7 @@ def _backward(
 ):
   del out_dtype  # each cotangent has this dtype.
   x, kernels, sizes, like_x, needed = residuals
-  over = tuple(axis for axis in dispatch.rows if not (dispatch.is_split and axis == _EXPERT))
+  over = tuple(axis for axis in dispatch.rows if not (dispatch.is_split and axis == EXPERT))
 
   def of_device(x: Any, kernels: Any, sizes: Array, cotangents: Any) -> tuple[Any, Any]:
     dx, gradients = None, []

@@ -3,7 +3,9 @@
 Three mesh axes: "data" splits rows and copies weights; "fsdp" splits rows, and the weights and the
 optimizer's state with them (ZeRO-3); "tensor" splits heads, feed-forward and vocabulary. Weights
 move to the activations, not the reverse: a layer's weights are gathered over "fsdp" for
-each use, and the sums of their gradients are scattered over it.
+each use, and the sums of their gradients are scattered over it. A fourth one, which a mesh has only
+if a run asks for it, is "expert": it splits rows, and the experts of mixtures; see
+`expert_dispatch`.
 """
 
 import dataclasses
@@ -16,7 +18,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 AXES = ("data", "fsdp", "tensor")
-ROWS = ("data", "fsdp")  # the mesh axes that split the rows of a batch.
+EXPERT = "expert"
+AXES_WITH_EXPERTS = ("data", "fsdp", EXPERT, "tensor")
+ROWS = ("data", "fsdp", EXPERT)  # the mesh axes that split the rows of a batch.
 
 # Logical axis of a parameter (models/leaves.py) → mesh axis. An axis that is not listed, or whose
 # length the mesh axis does not divide, is whole on every device.
@@ -26,6 +30,7 @@ RULES: dict[str, str] = {
   "kv_heads": "tensor",
   "mlp": "tensor",
   "embed": "fsdp",
+  "expert": EXPERT,
 }
 
 # Logical axis of an activation → mesh axes, in the update, the scorer and a prefill. Axes that are
@@ -51,7 +56,7 @@ class MeshPlacement:
   """The placement of all arrays on one mesh; hashable.
 
   Attributes:
-    mesh: Mesh with the axes `AXES` and more than one device.
+    mesh: Mesh with the axes `AXES` or `AXES_WITH_EXPERTS`, and more than one device.
   """
 
   mesh: Mesh
@@ -71,8 +76,8 @@ class MeshPlacement:
     spec: list[str | None] = []
     for name, length in zip(axes, shape, strict=True):
       axis = RULES.get(name) if name is not None else None
-      fits = axis is not None and axis not in spec and length % self.mesh.shape[axis] == 0
-      spec.append(axis if fits and axis is not None and self.mesh.shape[axis] > 1 else None)
+      parts = 1 if axis is None else self.mesh.shape.get(axis, 1)
+      spec.append(axis if parts > 1 and axis not in spec and length % parts == 0 else None)
     return PartitionSpec(*spec)
 
   def activation(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
@@ -88,7 +93,8 @@ class MeshPlacement:
 
   def split(self, name: str | None, length: int) -> tuple[str, ...] | None:
     """Returns the mesh axes that split an axis of an activation; None if there are none."""
-    axes = tuple(axis for axis in ACTIVATIONS.get(name or "", ()) if self.mesh.shape[axis] > 1)
+    among = ACTIVATIONS.get(name or "", ())
+    axes = tuple(axis for axis in among if self.mesh.shape.get(axis, 1) > 1)
     return axes if axes and length % self.parts(axes) == 0 else None
 
   def parts(self, axes: Sequence[str]) -> int:
@@ -107,9 +113,14 @@ class MeshPlacement:
     return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
 
+def row_axes(mesh: Mesh) -> tuple[str, ...]:
+  """Returns the axes of a mesh that split the rows of a batch."""
+  return tuple(axis for axis in ROWS if axis in mesh.shape)
+
+
 def attention_partition(mesh: Mesh | None) -> Partition | None:
   """Returns how attention is split: rows and heads as `ACTIVATIONS` says; None on one device."""
   if mesh is None or mesh.size == 1:
     return None
   (head_axis,) = ACTIVATIONS["heads"]
-  return Partition(mesh, row_axes=ACTIVATIONS["rows"], head_axis=head_axis)
+  return Partition(mesh, row_axes=row_axes(mesh), head_axis=head_axis)

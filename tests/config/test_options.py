@@ -30,7 +30,12 @@ NEGATIVE = {
   *("advantages.clip_low", "advantages.clip_high", "data.task_seed", "evaluation.data.task_seed"),
   *("filters.min_reward_mean", "filters.max_reward_mean"),
 }
-REST_OF_DEVICES = {"mesh.data", "mesh.fsdp", "mesh.tensor"}  # -1, of the negative numbers.
+REST_OF_DEVICES = {
+  "mesh.data",
+  "mesh.fsdp",
+  "mesh.tensor",
+  "mesh.expert",
+}  # -1, of the negative numbers.
 INFINITE = {"filters.min_reward_mean", "filters.max_reward_mean", "loss.importance_high"} | {
   "loss.clip_cov_ub"
 }

@@ -36,7 +36,17 @@ MESHES = [
 @pytest.mark.parametrize("form", ["ring", "rows"])
 @pytest.mark.long
 def test_split_parameters_sample_the_tokens_of_one_device(form, shape):
-  model_config = tiny.config(vocab_size=64, layer_kinds=(LayerKind(5), LayerKind()))
+  with_windows = tiny.config(vocab_size=64, layer_kinds=(LayerKind(5), LayerKind()))
+  assert_split_samples_as_whole(with_windows, form, shape)
+
+
+@pytest.mark.long
+def test_split_experts_sample_the_tokens_of_one_device():
+  shape = {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}
+  assert_split_samples_as_whole(tiny.config("qwen2_moe", vocab_size=64), "rows", shape)
+
+
+def assert_split_samples_as_whole(model_config, form, shape):
   tree = tiny.params(model_config)
   mesh = sharding.make_mesh(**shape)
   placement = sharding.param_shardings(transformer.logical_axes(model_config), mesh, shapes=tree)

@@ -12,6 +12,7 @@ from grpo_jax.engines.base import GenerationRequest, SamplingParams
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.models import transformer
 from grpo_jax.models.config import LayerKind, ModelConfig, Rope
+from grpo_jax.models.mixture import Mixture
 from grpo_jax.models.products import FLOAT32
 
 VOCABULARY = 61
@@ -31,6 +32,8 @@ FAMILIES = {
     "embedding_scale": 32**0.5,
     "query_scalar": 21.0,
   },
+  "qwen2_moe": {"qkv_bias": True, "mixture": Mixture(4, 2, 12, shared_width=20)},
+  "qwen3_moe": {"qk_norm": True, "mixture": Mixture(8, 3, 12, normalised=True)},
 }
 
 
