@@ -27,7 +27,7 @@ from grpo_jax.engines import (
   stopping,
 )
 from grpo_jax.engines.base import Generation, GenerationRequest, SamplingParams
-from grpo_jax.engines.scheduling import RunningCompletion, SamplerSizes, Slot
+from grpo_jax.engines.scheduling import PromptExperts, RunningCompletion, SamplerSizes, Slot
 from grpo_jax.errors import ExpectedFailure
 
 _ANY_REQUEST = GenerationRequest("", np.zeros(1, np.int32), SamplingParams(1), 0)
@@ -200,6 +200,8 @@ class ContinuousBatcher:
     self._rows = 0
     self._own: kv_cache.Cache = []
     self._prompts: kv_cache.Cache = []
+    # Prompts that were read, and the experts of their tokens, on the devices.
+    self._unfetched: list[tuple[list[tuple[PromptExperts, int]], list[Any]]] = []
 
   @property
   def is_idle(self) -> bool:
@@ -238,13 +240,13 @@ class ContinuousBatcher:
     """
     self._take(weights)
     self._admit(weights)
-    sampled, logprobs = self._decode_chunk(weights)
+    sampled, logprobs, experts = self._decode_chunk(weights)
     finished, unfinished = [], []
     for completion in self._active:
-      count = int((sampled[completion.row] >= 0).sum())
-      generation = self._extend(
-        completion, sampled[completion.row, :count], logprobs[completion.row, :count], version
-      )
+      row, count = completion.row, int((sampled[completion.row] >= 0).sum())
+      if experts is not None:
+        completion.experts.append(experts[row, :count])
+      generation = self._extend(completion, sampled[row, :count], logprobs[row, :count], version)
       if generation is None:
         unfinished.append(completion)
       else:
@@ -314,6 +316,8 @@ class ContinuousBatcher:
     self._place(new)
     self._fit_own()
     self._prefill_all([(c.request.prompt_ids[:-1], self._slots[c.key]) for c in missing], weights)
+    for completion in new:
+      completion.prompt_experts = self._slots[completion.key].experts
 
   def _key_with_room(self, completion: RunningCompletion) -> bytes:
     """Returns the key of a copy of the prompt that has room for one more row."""
@@ -419,18 +423,49 @@ class ContinuousBatcher:
     self, prompts: list[tuple[np.ndarray, Slot]], weights: sampler_weights.SamplerWeights
   ) -> int:
     """Computes the pages of prompts, as `_prefill_all`; returns the number of their tokens."""
+    self._begin_records(prompts)
     prompts = [(ids, slot) for ids, slot in prompts if len(ids)]
     if not prompts:
       return 0
-    sizes = self._sizes
+    sizes, found = self._sizes, []
     layout = {"page": sizes.page, "pages": sizes.pages, "table": sizes.table}
     for chunk in scheduling.make_chunks(prompts, **layout, tokens=sizes.prefill):
       options = sizes.applied(self.options)
-      self._prompts = self._programs.prefill(weights, self._prompts, chunk, options=options)
+      self._prompts, experts = self._programs.prefill(
+        weights, self._prompts, chunk, options=options
+      )
+      found.append(experts)
+    if self.options.experts is not None:
+      read = [(slot.experts, len(ids)) for ids, slot in prompts if slot.experts is not None]
+      self._unfetched.append((read, found))
     return sum(len(ids) for ids, _ in prompts)
 
-  def _decode_chunk(self, weights: sampler_weights.SamplerWeights) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens sampled in one chunk, [R chunk], padded with -1, and their logprobs."""
+  def _begin_records(self, prompts: list[tuple[np.ndarray, Slot]]) -> None:
+    """Begins a record of the experts of each prompt that is read.
+
+    Rows that have begun keep the record of an earlier reading.
+    """
+    shape = self.options.experts
+    if shape is not None:
+      for ids, slot in prompts:
+        slot.experts = PromptExperts(shape, None if len(ids) else shape.unknown(0))
+
+  def _fetch_records(self) -> None:
+    """Fetches the experts of the prompts that were read."""
+    unfetched, self._unfetched = self._unfetched, []
+    for prompts, experts in unfetched:
+      found = np.concatenate([np.asarray(each) for each in experts])
+      ends = np.cumsum([tokens for _, tokens in prompts])
+      for (record, _), own in zip(prompts, np.split(found, ends), strict=False):
+        record.read = own.copy()  # the padding behind the last prompt is not kept.
+
+  def _decode_chunk(
+    self, weights: sampler_weights.SamplerWeights
+  ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Returns the tokens sampled in one chunk, [R chunk], padded with -1, and their logprobs.
+
+    Also returns the experts of the tokens that were fed, if they are recorded.
+    """
     options = self._sizes.applied(self.options)
     rows = scheduling.make_rows(
       self._active,
@@ -444,12 +479,14 @@ class ContinuousBatcher:
     stop_at = scheduling.leave_at(
       len(self._active), self._rows, self._counts, is_waiting=bool(self._waiting)
     )
-    self._own, sampled, logprobs = self._programs.decode(
+    self._own, *found = self._programs.decode(
       weights, self._prompts, self._own, rows, np.int32(stop_at), options=options
     )
-    sampled, logprobs = np.asarray(sampled), np.asarray(logprobs)
+    self._fetch_records()
+    sampled, logprobs, experts = (None if each is None else np.asarray(each) for each in found)
+    assert sampled is not None and logprobs is not None
     steps = int((sampled >= 0).sum(axis=1).max())
     self._step += steps
     self._stats.decode_steps += steps
     self._stats.row_steps += steps * self._rows
-    return sampled, logprobs
+    return sampled, logprobs, experts

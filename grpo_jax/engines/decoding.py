@@ -30,16 +30,21 @@ from grpo_jax.models.products import Products
 _LayerCache = TypeVar("_LayerCache")
 
 
+# Which experts each of n tokens went through; None: the options ask for no record.
+Experts = Int[Array, "n L k"] | None
+
+
 def prefill(
   weights: SamplerWeights, cache: Cache, chunk: PrefillChunk, options: ProgramOptions
-) -> Cache:
+) -> tuple[Cache, Experts]:
   """Computes keys and values of a chunk of prompts and writes them into their pages; see `read`."""
-  return read(weights, cache, chunk, options)[0]
+  cache, _, experts = read(weights, cache, chunk, options)
+  return cache, experts
 
 
 def read(
   weights: SamplerWeights, cache: Cache, chunk: PrefillChunk, options: ProgramOptions
-) -> tuple[Cache, Float[Array, "n 1 D"]]:
+) -> tuple[Cache, Float[Array, "n 1 D"], Experts]:
   """Feeds a chunk of prompts to the model, and writes their keys and values into their pages.
 
   Each token is a row of its own. On a mesh tokens are split as the rows of a batch are, weights are
@@ -53,7 +58,8 @@ def read(
     options: Options of the program; static.
 
   Returns:
-    The pages with the keys and values of the chunk; the hidden states after the last layer.
+    The pages with the keys and values of the chunk; the hidden states after the last layer; the
+    experts of its tokens.
   """
   size, dtype = cache[0][0].shape[2], cache[0][0].dtype
   is_first = jnp.asarray(chunk.segment_ids) == 1
@@ -118,7 +124,7 @@ def read_again(
     return parts.Partial(*(x.reshape(1, -1, *x.shape[2:]) for x in found))
 
   both = list(zip(own, prompts, strict=True))
-  written, _ = _read(weights, both, pieces, write, before, options)
+  written, *_ = _read(weights, both, pieces, write, before, options)
   return [of_rows for of_rows, _ in written]
 
 
@@ -129,7 +135,7 @@ def _read(
   write: Callable[[_LayerCache, Array, Array, int | None], _LayerCache],
   before: Callable[..., Partial],
   options: ProgramOptions,
-) -> tuple[list[_LayerCache], Float[Array, "n 1 D"]]:
+) -> tuple[list[_LayerCache], Float[Array, "n 1 D"], Experts]:
   """Feeds many tokens at once to the model, and writes their keys and values into a cache.
 
   Args:
@@ -143,7 +149,8 @@ def _read(
     options: Options of the program; static.
 
   Returns:
-    What the last `write` returned of each layer; the hidden states after the last layer.
+    What the last `write` returned of each layer; the hidden states after the last layer; the
+    experts of the tokens.
   """
   products = _prefill_products(options)
   config, positions = options.config, jnp.asarray(taken.positions)
@@ -151,7 +158,7 @@ def _read(
   segment_ids, dtype = jnp.asarray(taken.segment_ids)[None], options.products.compute_dtype
   settings = {"config": config, "products": products}
   x = layers.embed(weights.embed, jnp.asarray(taken.tokens)[:, None], **settings)
-  written = []
+  written, extras = [], []
   attention = dataclasses.replace(options.attention, partition=attention_partition(options.mesh))
   seen = {}
   for window in dict.fromkeys(kind.window for kind in config.kinds):
@@ -172,9 +179,18 @@ def _read(
 
     layer = sampler_weights.layer_params(weights, i, x)
     with precision.scope(options.matmul_precision):
-      x, own, _ = layers.block(layer, x, *angles[kind.rope], attend, **settings)
+      x, own, of_layer = layers.block(layer, x, *angles[kind.rope], attend, **settings)
     written.append(own)
-  return written, x
+    extras.append(of_layer)
+  return written, x, _experts_in(extras, options)
+
+
+def _experts_in(extras: Sequence[layers.Extras], options: ProgramOptions) -> Experts:
+  """Returns the experts of the tokens [n 1] that went through the layers."""
+  if options.experts is None:
+    return None
+  chosen = [of_layer["experts"][:, 0] for of_layer in extras]
+  return jnp.stack(chosen, axis=1).astype(options.experts.dtype)
 
 
 def _before(
@@ -214,7 +230,7 @@ def decode(
   rows: RowStates,
   leave_at: Int[Array, ""],
   options: ProgramOptions,
-) -> tuple[Cache, Int[Array, "R chunk"], Float[Array, "R chunk"]]:
+) -> tuple[Cache, Int[Array, "R chunk"], Float[Array, "R chunk"], Int[Array, "R chunk L k"] | None]:
   """Runs decode steps until the chunk is full or at most `leave_at` rows are unfinished.
 
   Args:
@@ -227,9 +243,10 @@ def decode(
 
   Returns:
     `own` with the new tokens; the sampled tokens, with -1 after the last token of each row; their
-    logprobs.
+    logprobs; the experts of the tokens that were fed, each of which is the one before that which
+    was sampled.
   """
-  count = rows.tokens.shape[0]
+  count, experts = rows.tokens.shape[0], options.experts
   start = (
     jnp.int32(0),
     cache_forms.of(options).moved(own, rows, options),
@@ -238,27 +255,30 @@ def decode(
     jnp.asarray(rows.remaining) > 0,
     jnp.full((count, options.chunk), -1, jnp.int32),
     jnp.zeros((count, options.chunk), jnp.float32),
+    None if experts is None else jnp.asarray(experts.unknown(count, options.chunk)),
   )
 
   def continues(state):
-    i, _, _, _, alive, _, _ = state
+    i, _, _, _, alive, *_ = state
     return (i < options.chunk) & (jnp.sum(alive) > leave_at)
 
   def step(state):
-    i, own, tokens, done, alive, sampled, logprobs = state
+    i, own, tokens, done, alive, sampled, logprobs, experts = state
     lengths = rows.lengths + done
     with precision.scope(options.matmul_precision):
-      logits, own = decode_step(weights, prompts, own, tokens, lengths, i, rows, options)
+      logits, own, chosen = decode_step(weights, prompts, own, tokens, lengths, i, rows, options)
+    experts = None if experts is None else experts.at[:, i].set(chosen)
     drawn, logprob = _drawn(logits, lengths, rows, options)
     sampled = sampled.at[:, i].set(jnp.where(alive, drawn, -1))
     logprobs = logprobs.at[:, i].set(jnp.where(alive, logprob, 0.0))
     done = done + alive
     stopped = jnp.any(drawn[:, None] == rows.stop_ids, axis=1) | (done >= rows.remaining)
     tokens = jnp.where(alive, drawn, tokens)
-    return i + 1, own, tokens, done, alive & ~stopped, sampled, logprobs
+    return i + 1, own, tokens, done, alive & ~stopped, sampled, logprobs, experts
 
-  _, own, _, _, _, sampled, logprobs = jax.lax.while_loop(continues, step, start)
-  return own, sampled, logprobs
+  final = jax.lax.while_loop(continues, step, start)
+  _, own, _, _, _, sampled, logprobs, recorded = final
+  return own, sampled, logprobs, recorded
 
 
 def decode_step(
@@ -270,7 +290,7 @@ def decode_step(
   number: Int[Array, ""],
   rows: RowStates,
   options: ProgramOptions,
-) -> tuple[Float[Array, "R V"], Cache]:
+) -> tuple[Float[Array, "R V"], Cache, Experts]:
   """Feeds one token of every row to the model.
 
   Args:
@@ -284,14 +304,14 @@ def decode_step(
     options: Options of the program; static.
 
   Returns:
-    Logits of the next token, float32; `own` with this token in it.
+    Logits of the next token, float32; `own` with this token in it; its experts.
   """
   config, form = options.config, cache_forms.of(options)
   products = dataclasses.replace(options.products, every_expert=options.mesh is not None)
   angles = _angles((jnp.asarray(rows.prompt_lengths) + lengths)[:, None], config)
   settings = {"config": config, "products": products}
   at = jnp.asarray(rows.step) + number, lengths
-  x, written = layers.embed(weights.embed, tokens[:, None], **settings), []
+  x, written, extras = layers.embed(weights.embed, tokens[:, None], **settings), [], []
   for i, (pages, of_rows, kind) in enumerate(zip(prompts, own, config.kinds, strict=True)):
 
     def attend(q, k, v, pages=pages, of_rows=of_rows, window=kind.window):
@@ -307,10 +327,11 @@ def decode_step(
       return _prefill_products(options).place(attended, lies), of_rows
 
     layer = sampler_weights.layer_params(weights, i, x)
-    x, of_rows, _ = layers.block(layer, x, *angles[kind.rope], attend, **settings)
+    x, of_rows, of_layer = layers.block(layer, x, *angles[kind.rope], attend, **settings)
     written.append(of_rows)
+    extras.append(of_layer)
   x = layers.norm(x, weights.final_norm, **settings)[:, 0]
-  return logits_of(weights, x, options), written
+  return logits_of(weights, x, options), written, _experts_in(extras, options)
 
 
 def logits_of(

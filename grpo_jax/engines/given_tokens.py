@@ -178,7 +178,7 @@ def _score(
     return logprobs[:, 0], top, logprobs[:, 1:]
 
   with precision.scope(options.matmul_precision):
-    pages, x = decoding.read(weights, pages, chunk, options)
+    pages, x, _ = decoding.read(weights, pages, chunk, options)
     x = layers.norm(x, weights.final_norm, config=config, products=options.products)[:, 0]
     by_few = lambda x: x.reshape(-1, _HEAD_TOKENS, *x.shape[1:])
     asked = (by_few(x), by_few(jnp.asarray(targets)), by_few(jnp.asarray(temperatures)))

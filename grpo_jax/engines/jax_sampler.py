@@ -77,6 +77,7 @@ class JaxSampler:
     has_filters: bool = True,
     unmerged: bool | None = None,
     devices: Sequence[Any] | None = None,
+    record_experts: bool = False,
   ):
     """Makes a sampler without weights; call `load_weights` before `generate`.
 
@@ -126,6 +127,8 @@ class JaxSampler:
       devices: Devices of this process to sample on, without parameters; the model is
         split over them as by "tensor". `load_weights` copies everything to them, a layer at a time.
         None: the devices of the parameters.
+      record_experts: Whether generations have the experts that their tokens went through; of a
+        model without experts there are none.
     """
     _check_sizes(config, max_rows, chunk_tokens, num_valid_tokens)
     self._config = config
@@ -143,6 +146,7 @@ class JaxSampler:
       form=cache_forms.on_platform(current_chip().platform),
       matmul_precision=precision.resolve(matmul_precision, compute_dtype),
       attention=attention,
+      experts=config.expert_shape if record_experts else None,
     )
     self._sizes = sampler_memory.sizes_for(
       max_rows,

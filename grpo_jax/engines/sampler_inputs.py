@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
+from grpo_jax.types import ExpertShape
 
 _Class = TypeVar("_Class")
 
@@ -66,6 +67,7 @@ class ProgramOptions:
     matmul_precision: Precision of float32 products; see `precision.resolve`.
     attention: Choice of attention within a prefilled chunk.
     unmerged: Whether the adapter of a `LowRank` kernel stays apart from it; False: they are merged.
+    experts: Shape of the records of experts that the programs return; None: they return none.
   """
 
   config: ModelConfig
@@ -83,6 +85,7 @@ class ProgramOptions:
   matmul_precision: str | None = None
   attention: Attention = AUTOMATIC
   unmerged: bool = False
+  experts: ExpertShape | None = None
 
 
 @as_tree

@@ -16,12 +16,34 @@ from jaxtyping import Int
 from grpo_jax.engines import sampler_inputs, sharing
 from grpo_jax.engines.base import Generation, GenerationRequest
 from grpo_jax.engines.sampler_inputs import Pieces, PrefillChunk, RowStates
-from grpo_jax.types import FinishReason
+from grpo_jax.types import ExpertShape, FinishReason
 
 _FEWEST_ROWS = 8  # fewer rows are hardly cheaper: their step reads all weights just the same.
 _CACHE_BYTES = 4 << 30
 _PIECE = 128  # more tokens mean more padding, fewer mean more reading of prompts.
 _STOP_IDS = 16  # stop ids of a request checked in every step; others at the end of a chunk.
+
+
+@dataclasses.dataclass(slots=True)
+class PromptExperts:
+  """Experts of a prompt's tokens, as one reading of the prompt chose them.
+
+  Attributes:
+    shape: Shape of the record.
+    read: Experts of the tokens in the pages, all but the last; None: not fetched yet.
+    whole: Experts of all tokens, once a row has decoded the last; its rows share this array.
+  """
+
+  shape: ExpertShape
+  read: Int[np.ndarray, "prompt-1 L k"] | None = None
+  whole: Int[np.ndarray, "prompt L k"] | None = None
+
+  def with_last(self, last: Int[np.ndarray, "1 L k"]) -> Int[np.ndarray, "prompt L k"]:
+    """Returns the experts of the whole prompt; those of its last token are the first row's."""
+    if self.whole is None:
+      assert self.read is not None  # fetched with the first chunk of decode steps.
+      self.whole = np.concatenate([self.read, last])
+    return self.whole
 
 
 @dataclasses.dataclass(slots=True)
@@ -32,6 +54,7 @@ class Slot:
   length: int  # number of tokens of the prompt, without its last.
   users: int = 0  # number of rows that continue the prompt.
   prompt: bytes = b""  # key of the prompt; the slot's own differs if it holds a further copy.
+  experts: PromptExperts | None = None  # of the newest reading; None: they are not recorded.
 
 
 @dataclasses.dataclass(slots=True)
@@ -45,6 +68,10 @@ class RunningCompletion:
   token_ids: list[int] = dataclasses.field(default_factory=list)
   logprobs: list[float] = dataclasses.field(default_factory=list)
   weight_versions: list[int] = dataclasses.field(default_factory=list)
+  # Experts of the prompt, as it was first read for this completion; None: they are not recorded.
+  prompt_experts: PromptExperts | None = None
+  # Those of the tokens that decode steps were fed: the prompt's last, then the sampled ones.
+  experts: list[Int[np.ndarray, "_ L k"]] = dataclasses.field(default_factory=list)
 
   def keep(self, count: int) -> None:
     """Drops the tokens after the first `count`."""
@@ -58,7 +85,20 @@ class RunningCompletion:
       weight_versions=np.asarray(self.weight_versions, np.int32),
       finish_reason=reason,
       matched_stop=matched,
+      **self._experts(),
     )
+
+  def _experts(self) -> dict[str, Any]:
+    """Returns the fields of a generation that have experts; none if they are not recorded.
+
+    Those of a token are the ones that it went through first: weights that came later and read it
+    again have not sampled the token after it.
+    """
+    if self.prompt_experts is None:
+      return {}
+    fed = np.concatenate(self.experts)[: len(self.token_ids)]
+    sampled = np.concatenate([fed[1:], self.prompt_experts.shape.unknown(1)])
+    return {"prompt_experts": self.prompt_experts.with_last(fed[:1]), "experts": sampled}
 
 
 @dataclasses.dataclass(frozen=True)

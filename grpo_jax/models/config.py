@@ -18,6 +18,7 @@ from grpo_jax.models.errors import ModelError
 from grpo_jax.models.fields import Fields, short
 from grpo_jax.models.layer_kinds import PLAIN, LayerKind, Rope, RopeScaling
 from grpo_jax.models.mixture import Mixture
+from grpo_jax.types import ExpertShape
 
 __all__ = [
   "ACTIVATIONS",
@@ -63,6 +64,14 @@ class ModelConfig:
   embedding_scale: float = 1.0  # multiplies the embedding of each token.
   query_scalar: float | None = None  # scores are q·k / √query_scalar; None: / √head_dim.
   mixture: Mixture | None = None  # experts in place of the MLP, whose width then means nothing.
+
+  @property
+  def expert_shape(self) -> ExpertShape | None:
+    """Shape of the records of experts; None: the model has none."""
+    mixture = self.mixture
+    if mixture is None:
+      return None
+    return ExpertShape(self.num_layers, mixture.experts_per_token, mixture.num_experts)
 
   def __post_init__(self):
     if self.family not in FAMILIES_BY_NAME:

@@ -52,7 +52,7 @@ def of_step(form, has_filters):
 
   def step(weights, pages, own, tokens, lengths, rows):
     given = weights, pages, own, tokens, lengths, jnp.int32(0), rows, options
-    logits, own = decoding.decode_step(*given)
+    logits, own, _ = decoding.decode_step(*given)
     return decoding._drawn(logits, lengths, rows, options), own
 
   return set(primitives(jax.make_jaxpr(step)(weights, pages, own, numbers, numbers, rows).jaxpr))
