@@ -16,10 +16,13 @@ from grpo_jax.engines import sglang_messages
 from grpo_jax.engines.base import Generation, GenerationRequest
 from grpo_jax.engines.generate_call import GenerateCall
 from grpo_jax.engines.load_balancing import LoadBalancer
+from grpo_jax.engines.routed_experts import WrongExperts
 from grpo_jax.engines.scheduling import prompt_key
 from grpo_jax.engines.server import FleetError, Server
+from grpo_jax.engines.sglang_messages import Garbled
 from grpo_jax.http.failures import Overloaded, Refused, Unanswered
 from grpo_jax.http.retries import doubling
+from grpo_jax.types import ExpertShape
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # pauses of a job whose server is overloaded.
 
@@ -57,6 +60,7 @@ class Dispatcher:
     max_attempts: int,
     vocab_size: int,
     seeded: bool,
+    experts: ExpertShape | None = None,
   ):
     """Makes a dispatcher for servers that are all closed at first.
 
@@ -66,6 +70,7 @@ class Dispatcher:
       max_attempts: Number of wrong answers to a request after which its call fails.
       vocab_size: Size of the vocabulary; ids must be below it.
       seeded: Whether the servers honour seeds.
+      experts: Shape of the experts that the servers return; None: they are not asked for them.
     """
     self._placement = LoadBalancer(range(servers), limit=in_flight)
     for index in range(servers):
@@ -75,6 +80,7 @@ class Dispatcher:
     self._max_attempts = max_attempts
     self._vocab_size = vocab_size
     self._seeded = seeded
+    self._experts = experts
     self._prefix = uuid.uuid4().hex[:12]
     self._numbers = itertools.count()
     self._jobs: set[CompletionJob] = set()  # submitted and not yet delivered.
@@ -172,6 +178,7 @@ class Dispatcher:
       f"{self._prefix}-{next(self._numbers)}",
       seeded=self._seeded,
       adapter=adapter,
+      has_experts=self._experts is not None,
     )
     read = functools.partial(
       sglang_messages.generation,
@@ -179,11 +186,11 @@ class Dispatcher:
       vocab_size=self._vocab_size,
       version=version if version is not None else -1,
       is_named=adapter is not None,
+      experts=self._experts,
     )
+    limit = sglang_messages.answer_bytes(job.request, self._experts)
     try:
-      generation = await server.client.generate(
-        body, read=read, limit=sglang_messages.answer_bytes(job.request)
-      )
+      generation = await server.client.generate(body, read=read, limit=limit)
     except Refused as error:
       if adapter is not None and sglang_messages.lacks_adapter(str(error)):
         self._give_back(job, server, error)
@@ -194,7 +201,7 @@ class Dispatcher:
       self._count_failure(job, server, error)
       own = doubling(job.attempts, first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
       await asyncio.sleep(max(own, min(error.retry_after_s, _LONGEST_PAUSE_S)))
-    except (Unanswered, sglang_messages.Garbled, sglang_messages.Aborted) as error:
+    except (Unanswered, Garbled, sglang_messages.Aborted, WrongExperts) as error:
       self._give_back(job, server, error)
     else:
       self._deliver(job, generation)

@@ -61,6 +61,7 @@ class Fleet:
         number=options.first + i,
         adapter=options.adapter,
         dtype=options.dtype,
+        returns_experts=options.returns_experts,
       )
       for i in range(len(options.addresses) or options.servers)
     ]

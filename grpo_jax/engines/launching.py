@@ -64,6 +64,7 @@ _SET_BY_RUN = {
   "--tensor-parallel-size": "set engine.sglang.gpus_per_server",
   "--enable-deterministic-inference": "set engine.sglang.deterministic",
   "--enable-memory-saver": "set engine.sglang.release_memory",
+  "--enable-return-routed-experts": "set loss.router_replay",
   "--enable-lora": "set model.lora.sync='adapter'",
   "--max-lora-rank": "set model.lora.rank",
   "--lora-target-modules": "set model.lora.targets",

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from grpo_jax.engines import probe, served_adapter, sglang_messages
+from grpo_jax.engines import probe, routed_experts, served_adapter, sglang_messages
 from grpo_jax.engines.base import EngineFailure
 from grpo_jax.engines.checksums import Changes, Known
 from grpo_jax.engines.prompt_scoring import Passage
@@ -80,6 +80,7 @@ class FleetOptions:
   model_path: str = ""  # folder that launched servers start from.
   adapter: lora.AdapterOptions | None = None  # if servers are given adapters; None: all weights.
   dtype: str = "float32"  # of the files of weights.
+  returns_experts: bool = False  # whether servers have to return the experts that they choose.
   key: str | None = dataclasses.field(default=None, repr=False)  # key of the servers' API.
   timeouts: Timeouts = Timeouts()
   start_timeout_s: float = SGLangOptions.start_timeout_s  # until a server is healthy.
@@ -99,6 +100,7 @@ class Server:
     number: int | None = None,
     adapter: lora.AdapterOptions | None = None,
     dtype: str = "float32",
+    returns_experts: bool = False,
   ):
     """Makes the state of a server.
 
@@ -107,7 +109,9 @@ class Server:
       number: Number among all servers of the run, for messages; None: the index.
       adapter: Options of the adapters that it is given; None: it is given all weights.
       dtype: Dtype of the files of weights.
+      returns_experts: Whether it has to return the experts that it chooses.
     """
+    self._returns_experts = returns_experts
     self.tensors = TensorCheck(dtype)
     self.index = index
     self.number = index if number is None else number
@@ -177,6 +181,10 @@ class Server:
         f"{self.name} cannot be used for training: it has no /update_weights_from_disk. sglang-jax"
         " never has it; instead of an SGLang router, engine.sglang.addresses names its workers"
       )
+    if self._returns_experts:
+      info = await self._answered(client.server_info())
+      if (why := routed_experts.refusal(info)) is not None:
+        raise FleetError(f"{self.name} cannot sample for a run with routing replay: {why}")
     if self._options is not None:
       self._base = started_from
       await self._prepare_for_adapters(self._options)

@@ -69,6 +69,7 @@ class SGLangEngine:
     attention: Attention = AUTOMATIC,
     num_valid_tokens: int | None = None,
     max_rows: int = USUAL_ROWS,
+    record_experts: bool = False,
   ):
     """Makes the engine and begins to bring up its servers; `load_weights` waits for them.
 
@@ -87,6 +88,7 @@ class SGLangEngine:
       attention: Choice of attention in the trainer's part of the probe; servers have their own.
       num_valid_tokens: Bound of the token ids of the probe.
       max_rows: Largest number of HTTP requests in flight at each server; further ones wait here.
+      record_experts: Whether generations have the experts that the servers chose.
     """
     self._config = config
     self._seeded = options.deterministic
@@ -109,6 +111,7 @@ class SGLangEngine:
       max_attempts=options.max_attempts,
       vocab_size=config.vocab_size,
       seeded=options.deterministic,
+      experts=config.expert_shape if record_experts else None,
     )
     self._fleet = Fleet(fleet, self._dispatcher)
     self._version = -1
@@ -325,6 +328,7 @@ def make(
   num_valid_tokens: int | None = None,
   max_rows: int = USUAL_ROWS,
   adapter: lora.AdapterOptions | None = None,
+  record_experts: bool = False,
   **options: Any,
 ) -> SGLangEngine:
   """Makes an `SGLangEngine`; what `engines.make("sglang", ...)` calls.
@@ -345,6 +349,7 @@ def make(
     max_rows: Number of completions sampled at the same time by each server.
     adapter: Options of the adapter, if the servers are given it apart from its base; None: they are
       given all weights.
+    record_experts: Whether generations have the experts that the servers chose.
     **options: Fields of `SGLangOptions`.
 
   Raises:
@@ -359,6 +364,7 @@ def make(
   sglang_servers.refuse(chosen, config)
   dtype = jnp.dtype(compute_dtype)
   products = precision.resolve(matmul_precision, dtype) or dtype.name
+  returns_experts = record_experts and config.expert_shape is not None
   key = multihost.together(
     lambda _: sglang_servers.api_key(is_launched=not chosen.addresses),
     what="the key of the servers",
@@ -373,6 +379,7 @@ def make(
       max_rows=max_rows,
       context_length=config.context,
       adapter=adapter,
+      returns_experts=returns_experts,
     )
     if adapter is not None:
       sglang_servers.refuse_padded(launch, config)
@@ -402,6 +409,7 @@ def make(
       products=products,
       adapter=adapter,
       dtype=dtype.name,
+      returns_experts=returns_experts,
     ),
     folders=folders,
     base_folder=base_folder,
@@ -411,6 +419,7 @@ def make(
     attention=attention,
     num_valid_tokens=num_valid_tokens,
     max_rows=max_rows,
+    record_experts=record_experts,
   )
 
 

@@ -6,15 +6,17 @@ two defects that are handled here: it repeats logprobs of long completions, and 
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from grpo_jax.engines import routed_experts
 from grpo_jax.engines.base import Generation, GenerationRequest
 from grpo_jax.http.failures import Unusable
-from grpo_jax.types import FinishReason
+from grpo_jax.types import ExpertShape, FinishReason
 from grpo_jax.values import json_text
 
 # Size of an answer in bytes. A token is [logprob, id, null], its id again in `output_ids`, and its
@@ -78,6 +80,7 @@ def generate_body(
   *,
   seeded: bool,
   adapter: str | None = None,
+  has_experts: bool = False,
 ) -> dict[str, Any]:
   """Returns the body of POST /generate for one completion.
 
@@ -86,6 +89,7 @@ def generate_body(
     name: SGLang's request id, unique during the life of the server.
     seeded: Argument of `sampling_params`.
     adapter: Name of the adapter to sample with; None: the server's weights alone.
+    has_experts: Whether the answer is to have the experts of its tokens.
   """
   return {
     "input_ids": [int(i) for i in request.prompt_ids],
@@ -93,6 +97,7 @@ def generate_body(
     "rid": name,
     "return_logprob": True,
     **_named(adapter),
+    **(routed_experts.ASKED if has_experts else {}),
     # Of a request without filters SGLang refuses the logprobs of the distribution that it sampled.
     **({_TRUNCATED: True} if request.sampling.reports_truncated else {}),
   }
@@ -142,11 +147,14 @@ def kept_its_cache(refusal: str) -> bool:
   return "the cache was not flushed" in refusal
 
 
-def answer_bytes(request: GenerationRequest) -> int:
+def answer_bytes(request: GenerationRequest, experts: ExpertShape | None = None) -> int:
   """Returns a bound on the size of a correct answer to `generate_body`, in bytes."""
-  sampling = request.sampling
+  sampling, extra = request.sampling, 0
   kept = sampling.top_k + _MAX_TIES if sampling.reports_truncated else 0
-  return _ANSWER_BYTES + (_TOKEN_BYTES + _KEPT_BYTES * kept) * sampling.max_tokens
+  if experts is not None:
+    tokens = len(request.prompt_ids) + sampling.max_tokens
+    extra = routed_experts.answer_bytes(experts, tokens)
+  return _ANSWER_BYTES + (_TOKEN_BYTES + _KEPT_BYTES * kept) * sampling.max_tokens + extra
 
 
 def prompt_answer_bytes(ids: Sequence[int]) -> int:
@@ -161,6 +169,7 @@ def generation(
   vocab_size: int,
   version: int,
   is_named: bool = False,
+  experts: ExpertShape | None = None,
 ) -> Generation:
   """Reads the answer to `generate_body`.
 
@@ -171,13 +180,20 @@ def generation(
     version: Version of the weights, for servers that report none.
     is_named: Whether the request named the adapter of that version, so that all tokens are of it
       whatever the server reports: that is the version of the base.
+    experts: Shape of the experts that were asked for; None: they were not.
 
   Raises:
     Garbled: The answer does not match the request; the message says how.
+    WrongExperts: The experts do not match it.
     Aborted: The server aborted the request.
   """
   with _garbled("the answer"):
-    return _generation(answer, request, vocab_size=vocab_size, version=version, is_named=is_named)
+    made = _generation(answer, request, vocab_size=vocab_size, version=version, is_named=is_named)
+    if experts is None:
+      return made
+    sizes = {"prompt": len(request.prompt_ids), "completion": len(made.token_ids)}
+    of_prompt, own = routed_experts.read(answer["meta_info"], experts, **sizes)
+    return dataclasses.replace(made, prompt_experts=of_prompt, experts=own)
 
 
 def _generation(
@@ -249,7 +265,7 @@ def _garbled(what: str) -> Iterator[None]:
   """Turns errors of reading data in another form into Garbled."""
   try:
     yield
-  except Garbled:
+  except (Garbled, routed_experts.WrongExperts):
     raise
   except (*json_text.UNEXPECTED, RecursionError) as error:
     raise Garbled(f"{what}: {type(error).__name__}: {error!s:.300}") from error

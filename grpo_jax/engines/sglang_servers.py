@@ -11,6 +11,7 @@ from grpo_jax.engines import (
   launching,
   multihost,
   probe,
+  routed_experts,
   served_adapter,
   server_process,
 )
@@ -93,15 +94,17 @@ def launch_options(
   max_rows: int,
   context_length: int,
   adapter: lora.AdapterOptions | None,
+  returns_experts: bool,
 ) -> LaunchOptions:
   """Returns how the servers of this process are started."""
   for_adapters = served_adapter.arguments(adapter) if adapter else ()
   saver = ["--enable-memory-saver"] if options.release_memory else []
+  experts = [routed_experts.ARGUMENT] if returns_experts else []
   return LaunchOptions(
     python=pathlib.Path(options.python),
     log_folder=log_folder,
     device=launching.device_of(options.device),
-    arguments=(*saver, *for_adapters, *options.arguments),
+    arguments=(*saver, *for_adapters, *experts, *options.arguments),
     command=options.command,
     environment=variables(products, options.environment),
     host=options.host,
@@ -141,6 +144,7 @@ def fleet_options(
   products: str,
   adapter: lora.AdapterOptions | None,
   dtype: str,
+  returns_experts: bool,
 ) -> FleetOptions:
   """Returns the options of the fleet; `products` decides how far the probe may be off."""
   tolerance = chosen.probe_tolerance
@@ -153,6 +157,7 @@ def fleet_options(
     model_path=model_path,
     adapter=adapter,
     dtype=dtype,
+    returns_experts=returns_experts,
     key=key,
     timeouts=Timeouts(
       generate_s=chosen.request_timeout_s,
