@@ -126,8 +126,8 @@ def assemble(
     Minibatches, placements, and the metrics "batch/packing_efficiency" (tokens per
     place), "batch/repeated_prompt_tokens" (of prompts beyond their first copy), "batch/rows",
     "batch/row_tokens" (mean length of the rows), "batch/skipped_zero_advantage",
-    "batch/left_out/REASON" (completions); and, of all passes, "batch/loss_tokens",
-    "batch/microbatches" and "batch/optimizer_steps".
+    "batch/left_out/REASON" (completions); of all passes, "batch/loss_tokens", "batch/microbatches"
+    and "batch/optimizer_steps"; and with experts "router/replayed_share".
 
   Raises:
     ValueError: Lengths disagree, an advantage is not finite, a prompt has no
@@ -355,4 +355,8 @@ def _metrics(
   }
   metrics: Metrics = {name: Mean(float(value), 1.0) for name, value in numbers.items()}
   metrics["batch/packing_efficiency"] = Mean(float(used.tokens), float(places))
+  replayed = [batch.experts for batch in batches if batch.experts is not None]
+  if replayed:
+    known = sum(int((each >= 0).all((-2, -1)).sum()) for each in replayed)
+    metrics["router/replayed_share"] = Mean(float(known), float(used.tokens))
   return metrics

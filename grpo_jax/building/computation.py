@@ -6,7 +6,6 @@ config.json and the mesh, so programs can be compiled while the weights are read
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from grpo_kernels.truncation import Truncation
 from jax.sharding import Mesh
 
 from grpo_jax.batching import layout, packing
-from grpo_jax.building import sync_check, weights_spec
+from grpo_jax.building import group_sizes, router_replay, sync_check, weights_spec
 from grpo_jax.compilation import precision
 from grpo_jax.compilation.programs import CompileJob, Program
 from grpo_jax.config import (
@@ -51,10 +50,7 @@ from grpo_jax.models.placement import attention_partition
 from grpo_jax.models.products import Products
 from grpo_jax.processes import arrays
 from grpo_jax.rl import estimators, objectives
-from grpo_jax.types import Batch, TrainState
-
-# Sizes of recorded groups, whose maximum is unknown; larger groups compile when they appear.
-_RECORDED_WIDTHS = (2, 4, 8, 16, 32, 64)
+from grpo_jax.types import Batch, ExpertShape, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +96,7 @@ class Computation:
       other than 1 are expected.
     score_served: Scorer that proves new weights at the engine; see `sync_check`. None: they are not
       proven.
+    experts: Shape of the records of experts that the update replays; None: it replays none.
   """
 
   config: Config
@@ -125,6 +122,7 @@ class Computation:
   measure: adapters.AdapterMonitor | None = None
   has_weights: bool = False
   score_served: Program | None = None
+  experts: ExpertShape | None = None
 
   @property
   def shardings(self) -> Any:
@@ -211,10 +209,12 @@ class Computation:
       all_every_steps=config.learn.report_all_every_steps,
       kl_every_steps=config.learn.report_kl_every_steps,
     )
-    for program, scored_weights in self._scorings(weights, reference):
-      found += [program.job(scored_weights, x, detail=detail) for detail, x in bare.items()]
+    for program, scored_weights, experts in self._scorings(weights, reference):
+      batches = self._batches(experts=experts)
+      found += [program.job(scored_weights, x, detail=detail) for detail, x in batches.items()]
     if teacher := self.teacher:
-      found += [teacher.score.job(teacher.weights, x, detail=detail) for detail, x in bare.items()]
+      alone = self._batches(experts=None)
+      found += [teacher.score.job(teacher.weights, x, detail=detail) for detail, x in alone.items()]
     if self.follow is not None:
       found.append(self.follow.job(self.full, self.full))
     if self.composition is not None:
@@ -230,13 +230,18 @@ class Computation:
     found += export.jobs(self.full, self.model, dtype=config.export.dtype)
     return found + self._gather_jobs() + self._credit_jobs()
 
-  def _scorings(self, weights: Any, reference: Any) -> list[tuple[Program, Any]]:
-    """Returns the programs that score batches, with the weights of each; equal ones once."""
+  def _scorings(
+    self, weights: Any, reference: Any
+  ) -> list[tuple[Program, Any, ExpertShape | None]]:
+    """Returns the programs that score batches, with the weights of each; equal ones once.
+
+    Also returns the experts that are replayed: those of the policy itself.
+    """
     is_scored = self.needs_old or modes.is_offline(self.config)
-    found = [(self.score_old, weights)] if is_scored else []
+    found = [(self.score_old, weights, self.experts)] if is_scored else []
     is_like_policy = self.score is self.score_old and self.composition is None
-    if self.objective.needs_ref and not (found and is_like_policy):
-      found.append((self.score, reference))
+    if self.objective.needs_ref and not (found and is_like_policy and self.experts is None):
+      found.append((self.score, reference, None))
     return found
 
   def _scored_batches(self, **without: bool) -> dict[str, Batch]:
@@ -258,7 +263,7 @@ class Computation:
     Args:
       **fields: Optional fields of a batch; see `layout.described`.
     """
-    rows = sharding.of_rows(self.mesh)
+    rows, fields = sharding.of_rows(self.mesh), {"experts": self.experts} | fields
     return {_detail(shape): layout.described(shape, rows, **fields) for shape in self.shapes}
 
   def _gather_jobs(self) -> list[CompileJob]:
@@ -270,13 +275,13 @@ class Computation:
       if self.update.selector is not None:
         fetched.append(self.update.selector.fetched(batch))
     if self.config.teacher.urls:  # what its servers score is read from the batch.
-      fetched.append(self._batches())
+      fetched.append(self._batches(experts=None))
     if self.composition is not None:  # written alone at the end.
       fetched.append(self.state.params)
     return [CompileJob(f"gathering {name}", run) for name, run in arrays.gathers(fetched).items()]
 
   def _credit_jobs(self) -> list[CompileJob]:
-    prompts, widths = self.config.rollout.prompts_per_step, widths_of(self.config)
+    prompts, widths = self.config.rollout.prompts_per_step, group_sizes.widths_of(self.config)
     found = []
     for width in widths:
       found += credit.jobs(self.estimator, room=(prompts, width))
@@ -394,6 +399,7 @@ def make(
     measure=None if adapter is None else adapters.AdapterMonitor(adapter.scale),
     has_weights=has_weights,
     score_served=sync_check.make_scorer(config, model, mesh),
+    experts=router_replay.shape_of(config, model),
   )
 
 
@@ -483,16 +489,3 @@ def takes_one_sweep(config: Config, objective: objectives.Objective) -> bool:
   is_one_step = config.learn.epochs * config.learn.minibatches == 1
   is_free = config.model.logprobs is None
   return config.learn.gradient_in_forward and is_one_step and is_free and objective.is_token_local
-
-
-def widths_of(config: Config) -> Sequence[int]:
-  """Returns the group sizes for which advantages are compiled."""
-  if not modes.is_offline(config):
-    return (config.rollout.group_size,)
-  most = config.offline.group_size
-  return _RECORDED_WIDTHS if most is None else (most,)
-
-
-def room_of(config: Config) -> tuple[int, int]:
-  """Returns the number of groups of a step and of places in a group; see `credit`."""
-  return config.rollout.prompts_per_step, widths_of(config)[0]

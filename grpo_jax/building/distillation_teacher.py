@@ -152,7 +152,7 @@ class _InTrainer:
 
   def __call__(self, minibatches: Sequence[Minibatch]) -> Logprobs:
     return tuple(
-      tuple(self._score(self._weights, scoring.bare(batch)) for batch in minibatch.microbatches)
+      tuple(self._score(self._weights, _read(batch)) for batch in minibatch.microbatches)
       for minibatch in minibatches
     )
 
@@ -171,7 +171,7 @@ class _AtServers:
 
   def __call__(self, minibatches: Sequence[Minibatch]) -> Logprobs:
     parts = [batch for minibatch in minibatches for batch in minibatch.microbatches]
-    batches = [arrays.fetch(scoring.bare(batch)) for batch in parts]
+    batches = [arrays.fetch(_read(batch)) for batch in parts]
     found = [layout.completions(batch) for batch in batches]
     passages = [prompt_scoring.Passage(one.tokens, one.prompt_tokens) for of in found for one in of]
     try:
@@ -227,3 +227,8 @@ def _at_loss_places(
   places = np.asarray(batch.loss_places)
   at_places = np.take_along_axis(by_place, np.maximum(places, 0), axis=-1)
   return np.where(places >= 0, at_places, 0).astype(np.float32)
+
+
+def _read(batch: Batch) -> Batch:
+  """Returns what a teacher reads of a batch: a router of its own chooses its experts."""
+  return scoring.unreplayed(scoring.bare(batch))

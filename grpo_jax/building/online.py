@@ -9,6 +9,7 @@ from typing import Any
 from grpo_kernels.attention import Attention
 
 from grpo_jax import data, engines, processes
+from grpo_jax.building import router_replay
 from grpo_jax.building.training_mode import KeepGroups, ModeDependencies, ModeFunctions
 from grpo_jax.compilation.programs import CompileJob
 from grpo_jax.config import (
@@ -144,6 +145,7 @@ def _engine(
     sizes["devices"] = device_options.of_sampler(config)
   if name == "sglang" and lora_options.is_unmerged(config):
     sizes["adapter"] = lora_options.load(config)
+  sizes |= router_replay.engine_options(config, model.config)
   try:
     return engines.make(
       name,

@@ -15,12 +15,13 @@ from grpo_jax.batching import Assembled
 from grpo_jax.building import (
   adapter,
   checks,
-  computation,
   distillation_teacher,
+  group_sizes,
   phases,
   policy_model,
   preparing,
   restoring,
+  router_replay,
   sync_check,
 )
 from grpo_jax.building.computation import Computation
@@ -180,6 +181,7 @@ def build(
     groups_at_once=config.rollout.prompts_per_step,
     shapes=made.shapes,
     cost=made.cost,
+    experts=made.experts,
   )
   trainable, policy = made.begin(model.params, adapter.read(config, made))
   mode.meet_initial_policy(inputs.prompts, scorer, policy.weights(trainable), workdir)
@@ -255,7 +257,7 @@ def _bind(
     keep=functools.partial(filters.apply, **run_options.filters_of(config)),
     shape=functools.partial(shaping.apply, shaping=run_options.shaping_of(config)),
     advantages=functools.partial(
-      credit.advantages_of, estimator=made.estimator, room=computation.room_of(config)
+      credit.advantages_of, estimator=made.estimator, room=group_sizes.room_of(config)
     ),
     assemble=_assembling(config, made),
     score=_scoring(loaded, logger),
@@ -448,10 +450,14 @@ def _assembling(config: Config, made: Computation) -> Callable[..., Assembled]:
     drop_truncated=options.drop_truncated,
     skip_zero_advantage=made.skips_zero_advantage,
     weighted=made.has_weights,
+    experts=made.experts,
   )
-  return lambda groups, advantages, step: packed(
-    groups, advantages, step=step if made.has_ages else None
-  )
+
+  def assembled(groups: Any, advantages: Any, step: int) -> Assembled:
+    router_replay.check(config, groups)
+    return packed(groups, advantages, step=step if made.has_ages else None)
+
+  return assembled
 
 
 def _monitor(inputs: preparing.Inputs, loaded: _Loaded) -> monitoring.Monitor:

@@ -243,7 +243,7 @@ def make(
       f"engine.proof_tokens={config.engine.proof_tokens} needs an engine that scores tokens which"
       f" are given; {config.engine.name!r} has no score_given: set it to 0"
     )
-  own = dataclasses.replace(scorer, score=score, cost=packing.PLACES)
+  own = dataclasses.replace(scorer, score=score, cost=packing.PLACES, experts=None)
   tokens = run_options.proof_tokens(config)
   return SyncCheck(engine, own, tokens=tokens, begins_new=begins_new)
 
@@ -271,7 +271,8 @@ def sample(groups: Sequence[RolloutGroup], tokens: int) -> list[RolloutGroup]:
       fields = ("completion_ids", "loss_mask", "behavior_logprobs", "weight_versions")
       begun = {name: getattr(rollout, name)[:longest] for name in fields}
       if count := int(begun["loss_mask"].sum()):
-        chosen.setdefault(number, []).append(dataclasses.replace(rollout, **begun))
+        begun_here = dataclasses.replace(rollout, experts=None, **begun)  # both sides choose.
+        chosen.setdefault(number, []).append(begun_here)
         left -= count
   return [RolloutGroup(ordered[number].prompt, tuple(own)) for number, own in chosen.items()]
 

@@ -25,5 +25,9 @@ def problems(config: Config) -> Iterator[str]:
       "shaping.overlong_buffer_tokens needs shaping.max_completion_tokens where mode='offline': "
       "sampling.max_tokens does not bound recorded responses"
     )
+  if config.loss.router_replay:
+    yield (
+      "loss.router_replay=True needs completions that are sampled: recorded groups have no experts"
+    )
   if config.rollout.max_turns > 1 and config.offline.rewards == "environment":
     yield "offline.rewards='environment' scores responses of one turn: set rollout.max_turns=1"

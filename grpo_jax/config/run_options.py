@@ -433,7 +433,7 @@ def objective(config: Config) -> objectives.Objective:
     ValueError: The options cannot work, or the user's own loss cannot be used.
   """
   settings = options.values(config.loss)
-  arguments = settings.pop("loss_args")
+  arguments, _ = settings.pop("loss_args"), settings.pop("router_replay")
   known = (*custom_functions.LOSS_ARRAYS, *custom_functions.LOSS_OPTIONS)
   settings["loss"] = name_or_function("loss.loss", settings["loss"], arguments, given=known)
   return objectives.make(distillation=teacher_options.distillation(config), **settings)

@@ -12,7 +12,7 @@ from grpo_jax import batching
 from grpo_jax.batching import packing
 from grpo_jax.learn import scoring, sharding
 from grpo_jax.processes import arrays
-from grpo_jax.types import Batch, RolloutGroup
+from grpo_jax.types import Batch, ExpertShape, RolloutGroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +28,7 @@ class GroupScorer:
   groups_at_once: int
   shapes: tuple[packing.Shape, ...]
   cost: packing.Cost = packing.PLACES
+  experts: ExpertShape | None = None  # of records of experts in `batches`; None: they have none.
 
   def __call__(
     self, params: Any, groups: Sequence[RolloutGroup]
@@ -51,7 +52,7 @@ class GroupScorer:
     Returns:
       The batches on the mesh, and the number of loss tokens in them.
     """
-    made, _ = self._assembled(groups, step)
+    made, _ = self._assembled(groups, step, self.experts)
     batches = [batch for part in made.minibatches for batch in part.microbatches]
     tokens = sum(int((np.asarray(batch.loss_places) >= 0).sum()) for batch in batches)
     return sharding.put(batches, self.mesh), tokens
@@ -64,7 +65,10 @@ class GroupScorer:
     return batching.per_rollout(made, arrays.fetch(values), counting)
 
   def _assembled(
-    self, groups: Sequence[RolloutGroup], step: int | None = None
+    self,
+    groups: Sequence[RolloutGroup],
+    step: int | None = None,
+    experts: ExpertShape | None = None,
   ) -> tuple[batching.Assembled, list[RolloutGroup]]:
     """Packs groups on the host; also returns the groups in the form in which they were packed."""
     counting = [_counting(group) for group in groups]
@@ -75,6 +79,7 @@ class GroupScorer:
       cost=self.cost,
       skip_zero_advantage=False,
       step=step,
+      experts=experts,
     )
     return assembled, counting
 
@@ -82,4 +87,5 @@ class GroupScorer:
 def _counting(group: RolloutGroup) -> RolloutGroup:
   """Returns the group with a weight and rewards that keep every response in the batch."""
   rollouts = tuple(dataclasses.replace(one, reward=0.0, weight=1.0) for one in group.rollouts)
-  return RolloutGroup(dataclasses.replace(group.prompt, weight=1.0), rollouts)
+  prompt = dataclasses.replace(group.prompt, weight=1.0)
+  return dataclasses.replace(group, prompt=prompt, rollouts=rollouts, greedy=None)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from grpo_jax import metrics, processes
 from grpo_jax.compilation.programs import CompileJob, Program
 from grpo_jax.learn import group_scoring
-from grpo_jax.learn.scoring import bare
+from grpo_jax.learn.scoring import bare, unreplayed
 from grpo_jax.learn.token_scores import TokenScores
 from grpo_jax.rl import diagnostics, kl
 from grpo_jax.rl.logprobs import gather_loss_tokens
@@ -101,9 +101,10 @@ class Monitor:
     if wants_all:
       found = {**seen, "all/covered_token_share": Mean(float(covered), float(_sampled(groups)))}
     if wants_kl:
-      found |= self._drift(step, scored, _of_softmax(scores))
+      found |= self._drift(step, list(map(unreplayed, scored)), _of_softmax(scores))
     if not is_learned:
-      parts = [self.mismatch(s.logprobs, b) for s, b in zip(scores, batches, strict=True)]
+      rest = map(unreplayed, batches)
+      parts = [self.mismatch(s.logprobs, b) for s, b in zip(scores, rest, strict=True)]
       found |= metrics.merge(jax.device_get(parts))
       found |= {name: seen[same] for name, same in _ALSO_WATCHED.items() if same in seen}
     return metrics.to_floats(found)
@@ -189,12 +190,13 @@ def jobs(
     logprobs = jax.ShapeDtypeStruct(places.shape, np.float32, sharding=places.sharding)
     if all_every_steps or kl_every_steps or aged:
       found.append(watch.job(weights, batch, detail=detail))
+    alone = unreplayed(batch)
     if kl_every_steps:
-      if initial is not None:
-        found.append(watch.job(initial, batch, detail=detail))
-      found.append(drift.job(logprobs, logprobs, batch, detail=detail))
+      if initial is not None or batch.experts is not None:
+        found.append(watch.job(weights if initial is None else initial, alone, detail=detail))
+      found.append(drift.job(logprobs, logprobs, alone, detail=detail))
     if aged:
-      found.append(mismatch.job(logprobs, aged[detail], detail=detail))
+      found.append(mismatch.job(logprobs, unreplayed(aged[detail]), detail=detail))
   return found
 
 

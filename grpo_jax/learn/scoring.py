@@ -118,7 +118,7 @@ def with_logprobs(
   def scored(batch: Batch) -> Batch:
     read = bare(batch)  # by both: a batch with other fields would compile another program.
     old = batch.old_logprobs if old_params is None else score_old(old_params, read)
-    ref = batch.ref_logprobs if ref_params is None else score(ref_params, read)
+    ref = batch.ref_logprobs if ref_params is None else score(ref_params, unreplayed(read))
     on_microbatch(old if ref_params is None else ref)
     return dataclasses.replace(batch, old_logprobs=old, ref_logprobs=ref)
 
@@ -131,3 +131,8 @@ def with_logprobs(
 def bare(batch: Batch) -> Batch:
   """Returns a batch without the fields that only the update reads, so one program scores all."""
   return dataclasses.replace(batch, ages=None, weights=None)
+
+
+def unreplayed(batch: Batch) -> Batch:
+  """Returns a batch without experts, for weights whose router chooses: those of other policies."""
+  return dataclasses.replace(batch, experts=None)

@@ -1,13 +1,13 @@
 """What the policy computes for tokens that are learned from: logprobs, entropy, a loss. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from grpo_kernels.attention import AUTOMATIC, Attention
 from grpo_kernels.linear_logprobs.sharded import Partition
 from grpo_kernels.truncation import Truncation
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig
@@ -15,7 +15,7 @@ from grpo_jax.models.products import FLOAT32, Products
 from grpo_jax.rl import diagnostics
 from grpo_jax.rl.logprobs import token_logprobs, token_objective, truncated_token_logprobs
 from grpo_jax.rl.objectives import Objective
-from grpo_jax.types import Batch, Denominators, Metrics
+from grpo_jax.types import Batch, Denominators, Mean, Metrics
 
 
 class TokenScores(NamedTuple):
@@ -27,14 +27,18 @@ class TokenScores(NamedTuple):
   # would not have kept the token.
   full: Float[Array, "B N"] | None = None
   is_outside: Bool[Array, "B N"] | None = None
+  router: Metrics | None = None  # of a mixture of experts; None: as no experts are replayed.
 
 
 # (logprobs of a microbatch) → None; for displays of progress.
 OnMicrobatch = Callable[[Any], None]
 # (full weights, batch, with entropy) → the fields of a `TokenScores`, the first two at least.
 LogprobsFn = Callable[[Any, Batch, bool], Sequence[Any]]
-# (full weights, batch, denominators, with entropy) → loss, log πθ [B N], the entropy or None.
-LossFn = Callable[[Any, Batch, Denominators, bool], tuple[Array, Array, Array | None]]
+# (full weights, batch, denominators, with entropy) → loss, log πθ [B N], the entropy or None, and
+# the metrics of the router, as `TokenScores.router`.
+LossFn = Callable[
+  [Any, Batch, Denominators, bool], tuple[Array, Array, Array | None, Metrics | None]
+]
 
 # What to do if memory is short for programs that compute logprobs; for error messages.
 SMALLER_BATCHES = (
@@ -75,11 +79,13 @@ def make_logprobs(
       "return_entropy": with_entropy,
       "partition": partition,
     }
-    hidden = hidden_states(params, batch)
+    hidden, router = hidden_states(params, batch)
     if truncation is not None:
-      return TokenScores(*truncated_token_logprobs(hidden, head, batch, truncation, **settings))
+      found = truncated_token_logprobs(hidden, head, batch, truncation, **settings)
+      return TokenScores(*found)._replace(router=router)
     outputs = token_logprobs(hidden, head, batch, implementation=implementation, **settings)
-    return TokenScores(*outputs) if isinstance(outputs, tuple) else TokenScores(outputs)
+    scores = TokenScores(*outputs) if isinstance(outputs, tuple) else TokenScores(outputs)
+    return scores._replace(router=router)
 
   return logprobs
 
@@ -103,8 +109,9 @@ def make_token_loss(
 
   def loss(params: Any, batch: Batch, denominators: Denominators, with_entropy: bool):
     head, layout = transformer.head(params, config)
-    return token_objective(
-      hidden_states(params, batch),
+    hidden, router = hidden_states(params, batch)
+    found = token_objective(
+      hidden,
       head,
       batch,
       objective,
@@ -114,23 +121,49 @@ def make_token_loss(
       return_entropy=with_entropy,
       partition=partition,
     )
+    return *found, router
 
   return loss
 
 
 def _make_hidden_states(
   config: ModelConfig, products: Products, remat: str, attention: Attention
-) -> Callable[[Any, Batch], Float[Array, "B T D"]]:
-  """Makes the function (params, batch) → hidden states [B T D], in the compute dtype."""
+) -> Callable[[Any, Batch], tuple[Float[Array, "B T D"], Metrics | None]]:
+  """Makes the function (params, batch) → hidden states [B T D], in the compute dtype.
 
-  def hidden_states(params: Any, batch: Batch) -> Float[Array, "B T D"]:
+  The function also returns the metrics of a router whose choices are replaced by the batch's.
+  """
+
+  def hidden_states(params: Any, batch: Batch) -> tuple[Float[Array, "B T D"], Metrics | None]:
     inputs: Any = (batch.tokens, batch.positions, batch.segment_ids, batch.branch_ids)
-    found = transformer.hidden_states(
-      params, config, *inputs, products=products, remat=remat, attention=attention
-    )
-    return found.astype(products.compute_dtype)
+    settings: Any = {"products": products, "remat": remat, "attention": attention}
+    if batch.experts is None:
+      found = transformer.hidden_states(params, config, *inputs, **settings)
+      return found.astype(products.compute_dtype), None
+    experts = jnp.asarray(batch.experts)
+    found = transformer.outputs(params, config, *inputs, experts=experts, **settings)
+    metrics = replay_metrics(found.extras, experts, jnp.asarray(batch.segment_ids))
+    return found.hidden.astype(products.compute_dtype), metrics
 
   return hidden_states
+
+
+def replay_metrics(
+  extras: Mapping[str, Array], experts: Int[Array, "B T L k"], segment_ids: Int[Array, "B T"]
+) -> Metrics:
+  """Returns what the replay of experts has changed.
+
+  Args:
+    extras: Outputs of the layers; "changed" [L B T] is the number of experts of each token that its
+      router would not have chosen.
+    experts: Experts to use; an entry below 0 leaves the token to the router.
+    segment_ids: Segment of each token; 0 is padding.
+  """
+  is_token = (segment_ids > 0)[..., None]
+  is_replayed = jnp.all(experts >= 0, axis=-1) & is_token
+  counted = jnp.sum(is_replayed.astype(jnp.float32)) * experts.shape[-1]
+  changed = jnp.sum(jnp.moveaxis(extras["changed"], 0, -1) * is_token, dtype=jnp.float32)
+  return {"router/changed_share": Mean(changed, counted)}
 
 
 def truncation_metrics(found: TokenScores, mask: Bool[Array, "B N"]) -> Metrics:

@@ -272,11 +272,13 @@ def make_update(
       policy_logprobs = found.logprobs
       loss, metrics = objective(found.logprobs, found.entropy, tokens, denominators, found.full)
       metrics |= truncation_metrics(found, tokens.mask)
+      router = found.router
     else:
-      loss, policy_logprobs, entropy = token_loss(params, batch, denominators, with_entropy)
+      found = token_loss(params, batch, denominators, with_entropy)
+      loss, policy_logprobs, entropy, router = found
       # The objective again, for the metrics only; cheap, since it computes with [B N] numbers.
       _, metrics = objective(policy_logprobs, entropy, tokens, denominators)
-    return loss, (metrics, policy_logprobs)
+    return loss, (metrics | (router or {}), policy_logprobs)
 
   def start(params: Any):
     return jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32)

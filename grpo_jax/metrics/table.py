@@ -178,6 +178,17 @@ METRICS: dict[str, Definition] = {
     "tokens learned from in the step, in all its epochs; each once, whatever its weight, and before"
     " loss.seq_logprob_error_threshold leaves some out",
   ),
+  "router/replayed_share": Definition(
+    "share",
+    "tokens whose experts are those that the engine recorded, in all layers; the last token of an"
+    " attempt has none",
+    "> 0.9",
+  ),
+  "router/changed_share": Definition(
+    "share",
+    "replayed choices of experts that the trainer's own router would not have made",
+    "< 0.1",
+  ),
   "batch/rows": Definition("count", "packed rows of one epoch, padding rows included"),
   "batch/row_tokens": Definition(
     "tokens", "mean length of a row; times batch/rows: the places computed in one epoch"

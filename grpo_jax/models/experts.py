@@ -30,7 +30,7 @@ def chosen(
   *,
   mixture: Mixture,
   products: Products,
-) -> tuple[Int[Array, "B T k"], Float[Array, "B T k"]]:
+) -> tuple[Int[Array, "B T k"], Float[Array, "B T k"], Int[Array, "B T k"]]:
   """Chooses experts for each token, by the k largest probabilities of the router; float32.
 
       p = softmax(x W_r),   w_j = p_j  (or p_j / Σ_i p_i over the chosen ones, if normalised)
@@ -44,7 +44,7 @@ def chosen(
     products: Options of matrix products.
 
   Returns:
-    The experts of each token; their weights.
+    The experts of each token; their weights; the experts that the router alone would choose.
 
   Reference:
     Fedus et al. 2021, "Switch Transformers", arXiv:2101.03961, section 2.1; Qwen3 technical report,
@@ -56,14 +56,21 @@ def chosen(
   with jax.default_matmul_precision("highest"):
     (logits,) = exact.dots(router, (leaves.ROUTER,), x)
   probabilities = jax.nn.softmax(logits, axis=-1)
-  _, experts = jax.lax.top_k(jax.lax.stop_gradient(probabilities), mixture.experts_per_token)
+  _, own = jax.lax.top_k(jax.lax.stop_gradient(probabilities), mixture.experts_per_token)
+  experts = own
   if given is not None:
     is_given = jnp.all(given >= 0, axis=-1, keepdims=True)
-    experts = jnp.where(is_given, given, experts)
+    experts = jnp.where(is_given, given, own)
   weights = jnp.take_along_axis(probabilities, experts, axis=-1)
   if mixture.normalised:
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-  return experts.astype(jnp.int32), weights
+  return experts.astype(jnp.int32), weights, own
+
+
+def changed(experts: Int[Array, "B T k"], own: Int[Array, "B T k"]) -> Int[Array, "B T"]:
+  """Returns how many of the experts of each token its router would not have chosen."""
+  is_own = jnp.any(experts[..., None] == own[..., None, :], axis=-1)
+  return jnp.sum(~is_own, axis=-1, dtype=jnp.int32)
 
 
 def computed(

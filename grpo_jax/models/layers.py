@@ -25,7 +25,7 @@ from grpo_jax.models.products import FLOAT32, Products
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 
 # What a layer returns beside its output, by name: of a mixture, the "experts" that computed each
-# token, [B T k] int32.
+# token, [B T k] int32, and how many of them replaced others, "changed" [B T], if any were given.
 Extras = dict[str, Array]
 
 # The names of `leaves.layer` → arrays, of which the kernels may be `products.OutputMajor`.
@@ -228,14 +228,18 @@ def feed_forward(
   if config.mixture is None:
     return mlp(params, x, config=config, products=products), {}
   settings: dict[str, Any] = {"mixture": config.mixture, "products": products}
-  experts, weights = experts_of_layer.chosen(params, x, experts, **settings)
+  given = experts
+  experts, weights, own = experts_of_layer.chosen(params, x, given, **settings)
   gated = _gated(lambda a, b: (a.astype(jnp.float32), b.astype(jnp.float32)), config, products)
   y = experts_of_layer.computed(params, x, experts, weights, gated, **settings)
   if config.mixture.shared_width is not None:
     (switch,) = products.dots(params, (leaves.SWITCH,), x)
     shared = mlp(params, x, config=config, products=products, names=leaves.SHARED)
     y = y + jax.nn.sigmoid(switch) * shared
-  return y, {"experts": experts}
+  extras = {"experts": experts}
+  if given is not None:
+    extras["changed"] = experts_of_layer.changed(experts, own)
+  return y, extras
 
 
 def _biased(params: LayerParams, name: str, y: Array, products: Products) -> Array:

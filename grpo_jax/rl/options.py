@@ -182,6 +182,10 @@ class LossOptions(ObjectiveOptions):
   """The section `loss` of a config."""
 
   loss_args: Mapping[str, Any] = option({}, "further arguments of a loss of your own")
+  router_replay: bool | None = option(
+    None,
+    "replays the experts that the engine chose; None: of a mixture, where it recorded them",
+  )
 
 
 @dataclasses.dataclass(frozen=True)
