@@ -21,9 +21,12 @@ from grpo_jax.engines.sglang_client import Timeouts
 from grpo_jax.engines.sglang_options import SGLangOptions
 from grpo_jax.http import redaction
 from grpo_jax.models import lora
-from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.config import ModelConfig, Rope
 
 _log = logging.getLogger(__name__)
+
+# Families whose sliding windows SGLang 0.5.23 computes, by its source; it has OLMo 3 in olmo2.py.
+_WINDOWED = ("olmo3",)
 
 _CPU_WIDTH = 32  # of SGLang's padding: configs/update_config.py.
 
@@ -46,12 +49,29 @@ def refuse(chosen: SGLangOptions, config: ModelConfig) -> None:
     environment=chosen.environment,
   ):
     raise ValueError(refusal)
-  if config.layer_kinds:
-    raise ValueError(
+  unknown = _unknown_to_sglang(config)
+  if unknown:
+    raise ValueError(f"{unknown}: use engine.name='jax_sampler'")
+
+
+def _unknown_to_sglang(config: ModelConfig) -> str | None:
+  """Returns what SGLang would compute otherwise than the trainer, by its source; None: nothing."""
+  if config.layer_kinds and config.family not in _WINDOWED:
+    return (
       "this model has sliding windows or layers without rotary embeddings, and SGLang is not known"
-      " to compute these as the trainer does (its Qwen2 ignores windows):"
-      " use engine.name='jax_sampler'"
+      " to compute these as the trainer does (its Qwen2, Llama and Mistral ignore windows)"
     )
+  if config.wide_qk_norm and config.num_heads * config.head_dim != config.hidden_size:
+    return (
+      f"SGLang's OLMo 2 has heads of hidden_size / num_attention_heads, {config.hidden_size} /"
+      f" {config.num_heads}, and those of this model have a head_dim of {config.head_dim}"
+    )
+  if config.family == "olmo3" and config.ropes[-1] != Rope(config.rope_theta):
+    return (
+      "SGLang's OLMo 3 has the rope_theta of all layers and no scaling in those with a window, and"
+      f" this model has {config.ropes[-1]} there"
+    )
+  return None
 
 
 def refuse_padded(launch: LaunchOptions, config: ModelConfig) -> None:

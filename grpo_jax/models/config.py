@@ -6,12 +6,18 @@ from typing import Any
 
 from grpo_jax.models import (
   gemma3,
+  hf_rope,
   llama,
+  ministral,
+  mistral,
   multimodal,
+  olmo2,
+  olmo3,
   qwen2,
   qwen2_moe,
   qwen3,
   qwen3_moe,
+  seed_oss,
   smollm3,
 )
 from grpo_jax.models.errors import ModelError
@@ -54,13 +60,15 @@ class ModelConfig:
   qkv_bias: bool = False
   o_bias: bool = False
   mlp_bias: bool = False
-  qk_norm: bool = False
+  qk_norm: bool = False  # whether queries and keys are normed, each head alone.
+  wide_qk_norm: bool = False  # whether queries and keys are normed, all heads together.
   max_position_embeddings: int = 2048
   layer_kinds: tuple[LayerKind, ...] = ()  # of each layer; (): every layer is `LayerKind()`.
   further_ropes: tuple[Rope, ...] = ()  # tables 1.. of `ropes`, for layers that use them.
   activation: str = "silu"  # of the gated MLP; a value of `ACTIVATIONS`.
   norm_offset: float = 0.0  # added to the weights of all norms; Gemma's have 1.
-  post_norms: bool = False  # whether norms also follow attention and MLP.
+  pre_norms: bool = True  # whether norms precede attention and MLP.
+  post_norms: bool = False  # whether norms follow attention and MLP.
   embedding_scale: float = 1.0  # multiplies the embedding of each token.
   query_scalar: float | None = None  # scores are q·k / √query_scalar; None: / √head_dim.
   mixture: Mixture | None = None  # experts in place of the MLP, whose width then means nothing.
@@ -85,6 +93,8 @@ class ModelConfig:
     if self.activation not in ACTIVATIONS.values():
       known = sorted(set(ACTIVATIONS.values()))
       raise ModelError(f"unknown activation {self.activation!r}; have {known}")
+    if self.qk_norm and self.wide_qk_norm:
+      raise ModelError("queries and keys are normed by heads or over all of them, not both")
     self._check_ropes()
     self._check_kinds()
 
@@ -154,9 +164,11 @@ def from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig
   hf = multimodal.text_config(hf, where)
   family = _family(Fields(hf, where))
   given = {name: value for name, value in hf.items() if value is not None}
-  if "sliding_window" in hf and hf["sliding_window"] is None:
-    given["use_sliding_window"] = False  # null means no window there, not the default of 4096.
-  fields = Fields({**family.DEFAULTS, **given}, where)
+  nulls = {name for name in _NULL_IS_NOT_DEFAULT if name in hf and hf[name] is None}
+  if "sliding_window" in nulls:
+    given["use_sliding_window"] = False
+  defaults = {name: value for name, value in family.DEFAULTS.items() if name not in nulls}
+  fields = Fields({**defaults, **given}, where)
   _refuse_unsupported(fields, family)
   missing = [name for name in _REQUIRED if name not in fields]
   if missing:
@@ -165,7 +177,9 @@ def from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig
   width = fields.integer("hidden_size", low=1, high=WIDEST)
   layers = fields.integer("num_hidden_layers", low=1, high=MOST_LAYERS)
   context = fields.integer("max_position_embeddings", low=1, high=2**31 - 1)
-  rope, *further = family.ROPES.read(Fields(hf, where), context)
+  ropes, kinds = hf_rope.without_copies(
+    family.ROPES.read(Fields(hf, where), context), family.layer_kinds(fields, layers)
+  )
   try:
     return ModelConfig(
       family=family.MODEL_TYPE,
@@ -177,12 +191,12 @@ def from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig
       num_kv_heads=fields.integer("num_key_value_heads", heads, low=1, high=heads),
       head_dim=_head_dim(fields, width, heads),
       rms_norm_eps=fields.number("rms_norm_eps", 1e-6, above=0.0),
-      rope_theta=rope.theta,
-      rope_scaling=rope.scaling,
-      further_ropes=tuple(further),
+      rope_theta=ropes[0].theta,
+      rope_scaling=ropes[0].scaling,
+      further_ropes=ropes[1:],
       tie_embeddings=fields.boolean("tie_word_embeddings", default=False),
       max_position_embeddings=context,
-      layer_kinds=family.layer_kinds(fields, layers),
+      layer_kinds=kinds,
       **{
         "activation": ACTIVATIONS[fields.string("hidden_act") or "silu"],
         **family.switches(fields),
@@ -316,6 +330,9 @@ _REQUIRED = (
   "num_attention_heads",
 )
 
+# Fields in which null means no window, or that the value follows from others, and not the default.
+_NULL_IS_NOT_DEFAULT = ("sliding_window", "num_key_value_heads", "head_dim")
+
 # `hidden_act` of config.json → `ModelConfig.activation`; the first name of each is written.
 ACTIVATIONS = {
   "silu": "silu",
@@ -326,7 +343,10 @@ ACTIVATIONS = {
 
 # By config.json's architectures[0], and by its model_type (= `ModelConfig.family`).
 _WITH_EXPERTS = (qwen2_moe, qwen3_moe)
-_FAMILIES = (gemma3, llama, qwen2, qwen3, smollm3, *_WITH_EXPERTS)
+_FAMILIES = (
+  *(gemma3, llama, qwen2, qwen3, smollm3, mistral, ministral, olmo2, olmo3, seed_oss),
+  *_WITH_EXPERTS,
+)
 FAMILIES = {family.ARCHITECTURE: family for family in _FAMILIES}
 FAMILIES_BY_NAME = {family.MODEL_TYPE: family for family in _FAMILIES}
 

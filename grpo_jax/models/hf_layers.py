@@ -35,6 +35,32 @@ def from_a_layer_on(fields: Fields, count: int) -> tuple[LayerKind, ...]:
   return tuple(LayerKind(length if each else None) for each in found)
 
 
+def by_window(
+  fields: Fields, count: int, *, rope: int = 0, every: int | None = None
+) -> tuple[LayerKind, ...]:
+  """Returns the kinds of layers of families in which a `sliding_window` that is there is used.
+
+  Args:
+    fields: Content of config.json, with the family's default of `sliding_window`.
+    count: Number of layers.
+    rope: Index of the rotary table of layers with the window.
+    every: Period of the layers without a window if `layer_types` is missing; None: there are none.
+
+  Raises:
+    ModelError: `layer_types` does not fit, or `use_sliding_window` is false although there is a
+      window, which transformers would use and other programs would not.
+  """
+  length = None
+  if "sliding_window" in fields:
+    length = fields.integer("sliding_window", low=1, high=LONGEST)
+    if not fields.boolean("use_sliding_window", default=True):
+      raise fields.wrong("use_sliding_window", "true, where sliding_window is not null")
+  has_window = lambda number: every is None or (number + 1) % every != 0
+  otherwise = [length is not None and has_window(number) for number in range(count)]
+  found = slides(fields, otherwise, length)
+  return tuple(LayerKind(length, rope) if each else PLAIN for each in found)
+
+
 def window(fields: Fields, *, default: int | None) -> int | None:
   """Returns the length of the sliding window; None if `use_sliding_window` is false."""
   if not fields.boolean("use_sliding_window", default=False):
@@ -78,6 +104,16 @@ def rotates(fields: Fields, count: int) -> list[bool]:
   if not is_list or not all(type(each) in (int, bool) and each in (0, 1) for each in given):
     raise fields.wrong("no_rope_layers", f"a 0 or a 1 for each of {count} layers")
   return [bool(each) for each in given[:count]]
+
+
+def window_to_hf(kinds: Sequence[LayerKind]) -> dict[str, Any]:
+  """Returns the fields of config.json that `by_window` reads; raises the same as `to_hf`."""
+  found = to_hf(kinds)
+  types = ["full_attention"] * len(kinds)
+  return {
+    "sliding_window": found.get("sliding_window"),
+    "layer_types": found.get("layer_types", types),
+  }
 
 
 def to_hf(kinds: Sequence[LayerKind]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_jax.models.errors import ModelError
 from grpo_jax.models.fields import Fields, short
-from grpo_jax.models.layer_kinds import Rope, RopeScaling
+from grpo_jax.models.layer_kinds import LayerKind, Rope, RopeScaling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +119,16 @@ class ByType:
       "rope_theta": full.theta,
       "rope_scaling": _scaling_to_hf(full.scaling),
     }
+
+
+def without_copies(
+  ropes: tuple[Rope, ...], kinds: tuple[LayerKind, ...]
+) -> tuple[tuple[Rope, ...], tuple[LayerKind, ...]]:
+  """Returns tables that differ from each other, and the kinds of layers that refer to these."""
+  unique = tuple(dict.fromkeys(ropes))
+  at = [unique.index(rope) for rope in ropes]
+  table = lambda kind: None if kind.rope is None else at[kind.rope]
+  return unique, tuple(dataclasses.replace(kind, rope=table(kind)) for kind in kinds)
 
 
 @dataclasses.dataclass(frozen=True)

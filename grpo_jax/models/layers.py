@@ -137,6 +137,9 @@ def project_qkv(
   heads = []
   for name, y in zip(("q", "k", "v"), found, strict=True):
     y = _biased(params, name, y.astype(jnp.float32), products)
+    if config.wide_qk_norm and name != "v":
+      weight = products.place(params[f"{name}_norm"], leaves.bias_axes(name))
+      y = rms_norm(y, weight, config.rms_norm_eps, config.norm_offset)
     heads.append(_split_heads(y, leaves.AXES[name][1], config, products))
   q, k, v = heads
   if config.qk_norm:
@@ -274,7 +277,7 @@ def block(
 ) -> tuple[Float[Array, "B T D"], Any, Extras]:
   """Applies one decoder layer: attention, then MLP, each added to the residual stream.
 
-  Each has a norm before it and, with `config.post_norms`, one after it.
+  With `config.pre_norms` each has a norm before it, with `config.post_norms` one after it.
 
   Args:
     params: Parameters of this layer, as `leaves.layer` names them.
@@ -292,16 +295,19 @@ def block(
   """
   settings = {"config": config, "products": products}
 
-  def normed(name, x):
-    return norm(x, params[name], **settings)
+  def normed(name, x, is_normed):
+    return norm(x, params[name], **settings) if is_normed else x
+
+  def before(name, x):
+    return normed(name, x, config.pre_norms)
 
   def added(x, y, name):
-    return x + (normed(name, y) if config.post_norms else y)
+    return x + normed(name, y, config.post_norms)
 
   x = products.place(x, RESIDUAL)
-  attended, kept = attend(*project_qkv(params, normed("input_norm", x), cos, sin, **settings))
+  attended, kept = attend(*project_qkv(params, before("input_norm", x), cos, sin, **settings))
   x = added(x, project_output(params, attended, **settings), "post_attention_norm")
-  y, extras = feed_forward(params, normed("mlp_norm", x), experts, **settings)
+  y, extras = feed_forward(params, before("mlp_norm", x), experts, **settings)
   return products.place(added(x, y, "post_mlp_norm"), RESIDUAL), kept, extras
 
 

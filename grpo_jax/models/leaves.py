@@ -78,7 +78,12 @@ def layer(config: ModelConfig) -> dict[str, Leaf]:
 
   feed_forward = _MLP if config.mixture is None else ()
   order = ("input_norm", "q", "k", "v", "o", "mlp_norm", *feed_forward)
-  leaves = {name: leaf(AXES[name], "kernel" if len(AXES[name]) == 2 else "norm") for name in order}
+  left_out = () if config.pre_norms else ("input_norm", "mlp_norm")
+  leaves = {
+    name: leaf(AXES[name], "kernel" if len(AXES[name]) == 2 else "norm")
+    for name in order
+    if name not in left_out
+  }
   if config.mixture is not None:
     leaves |= _of_mixture(config.mixture, config.hidden_size)
   biased = (config.qkv_bias, "qkv"), (config.o_bias, "o"), (config.mlp_bias, _MLP)
@@ -90,6 +95,8 @@ def layer(config: ModelConfig) -> dict[str, Leaf]:
   )
   for name in (name for is_there, names in further if is_there for name in names):
     leaves[name] = leaf(AXES[name], "norm")
+  if config.wide_qk_norm:
+    leaves |= {f"{kernel}_norm": leaf(bias_axes(kernel), "norm") for kernel in "qk"}
   return leaves
 
 

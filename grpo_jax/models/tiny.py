@@ -25,6 +25,7 @@ CHAT_TEMPLATE = (
   "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
   "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_OLMO = {"wide_qk_norm": True, "pre_norms": False, "post_norms": True}
 FAMILIES: dict[str, dict[str, Any]] = {
   "gemma3_text": {
     "tie_embeddings": True,
@@ -42,6 +43,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
   "qwen2_moe": {"qkv_bias": True, "mixture": Mixture(8, 2, 16, shared_width=24)},
   "qwen3_moe": {"qk_norm": True, "mixture": Mixture(8, 2, 16, normalised=True)},
   "smollm3": {"tie_embeddings": True, "layer_kinds": (LayerKind(), LayerKind(rope=None))},
+  "mistral": {"layer_kinds": (LayerKind(16),) * 2},
+  "ministral": {"layer_kinds": (LayerKind(16), LayerKind())},
+  "olmo2": _OLMO,
+  "olmo3": {**_OLMO, "rope_theta": 500000.0, "layer_kinds": (LayerKind(16), LayerKind())},
+  "seed_oss": {"qkv_bias": True},
 }
 
 _SCALED = ("gemma3_text",)  # families whose embeddings are multiplied by √hidden_size.

@@ -11,7 +11,7 @@ from grpo_kernels.implementations import Chip, assumed_chip
 from grpo_jax.engines.base import GenerationRequest, SamplingParams
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.models import transformer
-from grpo_jax.models.config import LayerKind, ModelConfig, Rope
+from grpo_jax.models.config import LayerKind, ModelConfig, Rope, RopeScaling
 from grpo_jax.models.mixture import Mixture
 from grpo_jax.models.products import FLOAT32
 
@@ -34,6 +34,15 @@ FAMILIES = {
   },
   "qwen2_moe": {"qkv_bias": True, "mixture": Mixture(4, 2, 12, shared_width=20)},
   "qwen3_moe": {"qk_norm": True, "mixture": Mixture(8, 3, 12, normalised=True)},
+  "ministral": {"layer_kinds": (LayerKind(5), LayerKind())},
+  "olmo3": {
+    "wide_qk_norm": True,
+    "pre_norms": False,
+    "post_norms": True,
+    "rope_scaling": RopeScaling("yarn", 4.0, original_max_position_embeddings=16),
+    "further_ropes": (Rope(10000.0),),
+    "layer_kinds": (LayerKind(6, 1), LayerKind()),
+  },
 }
 
 
@@ -48,7 +57,7 @@ def config(family="llama", **options):
     "head_dim": 8,
     "max_position_embeddings": 256,
   }
-  return ModelConfig(family=family, **{**sizes, **FAMILIES[family], **options})
+  return ModelConfig(family=family, **{**sizes, **FAMILIES.get(family, {}), **options})
 
 
 @functools.cache

@@ -39,6 +39,9 @@ CONFIG = ModelConfig(
 )
 UNTIED = dataclasses.replace(CONFIG, tie_embeddings=False, qkv_bias=False, family="qwen3")
 UNTIED = dataclasses.replace(UNTIED, qk_norm=True)
+# Norms over heads of several devices, and none before attention and MLP.
+WIDE = dataclasses.replace(UNTIED, family="olmo2", qk_norm=False, wide_qk_norm=True)
+WIDE = dataclasses.replace(WIDE, pre_norms=False, post_norms=True)
 ROWS, PLACES, LOSS_PLACES = 2, 56, 44  # rows of a device.
 MESHES = {
   "fsdp 8": (1, 8, 1),
@@ -247,6 +250,8 @@ PROGRAMS_ON_MESHES = [
   *(("update", CONFIG, name) for name in MESHES),
   ("two passes", UNTIED, "data 2 x fsdp 4"),
   ("scorer", UNTIED, "fsdp 4 x tensor 2"),
+  ("update", WIDE, "fsdp 4 x tensor 2"),
+  ("scorer", WIDE, "tensor 8"),
   ("prefill", CONFIG, "data 2 x fsdp 4"),
   ("prefill", CONFIG, "tensor 8"),
 ]

@@ -22,7 +22,7 @@ from grpo_jax.models import safetensors as ours
 from grpo_jax.models import tiny as tiny_models
 from grpo_jax.models.mixture import Mixture
 from tests import stored_runs
-from tests.models import tiny
+from tests.models import families, tiny
 
 CONFIGS = {
   "llama-untied": tiny.config(tie_embeddings=False, qkv_bias=True, o_bias=True, mlp_bias=True),
@@ -154,7 +154,7 @@ def test_every_dtype_of_config_json_is_that_of_the_export(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", tiny.CLASSES)
+@pytest.mark.parametrize("family", families.CLASSES)
 def test_transformers_loads_small_models_of_every_family(family, tmp_path):
   """The defaults for token ids may be beyond the vocabulary: 128004 for the padding of SmolLM3.
 
@@ -162,7 +162,9 @@ def test_transformers_loads_small_models_of_every_family(family, tmp_path):
   """
   ids = ("bos_token_id", "eos_token_id", "pad_token_id")
   tiny_models.write(tmp_path / "own", family=family)
-  tiny.hf_model(family, pad_token_id=0).save_pretrained(tmp_path / "theirs")
+  tiny.hf_model(family, **{**families.options(family), "pad_token_id": 0}).save_pretrained(
+    tmp_path / "theirs"
+  )
   file = tmp_path / "theirs" / "config.json"
   content = {k: v for k, v in json.loads(file.read_text()).items() if k not in ids}
   file.write_text(json.dumps(content))

@@ -6,30 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-import transformers
 
 from grpo_jax import models
 from grpo_jax.models import leaves, transformer
 from grpo_jax.models.config import LayerKind, ModelConfig, Rope
-
-SIZES = {
-  "vocab_size": 61,
-  "hidden_size": 24,
-  "intermediate_size": 37,
-  "num_hidden_layers": 2,
-  "num_attention_heads": 6,
-  "num_key_value_heads": 2,
-  "max_position_embeddings": 128,
-}
-
-CLASSES = {
-  "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-  "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-  "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-  "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
-  "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
-  "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
-}
+from tests.models import families
+from tests.models.families import SIZES
 
 # Options of `config` for Gemma 3: what its config.json describes.
 GEMMA3 = {
@@ -48,8 +30,8 @@ GEMMA3 = {
 
 def hf_model(family, seed=0, **options):
   """Returns transformers' model with every weight random, norms and biases too."""
-  config_class, model_class = CLASSES[family]
-  model = model_class(config_class(**{**SIZES, **options})).eval()
+  of = families.CLASSES[family]
+  model = of.model(of.config(**{**SIZES, **options})).eval()
   generator = torch.Generator().manual_seed(seed)
   with torch.no_grad():
     for name, weight in model.named_parameters():
