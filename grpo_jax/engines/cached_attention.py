@@ -23,9 +23,9 @@ def over_pages(
 ) -> Partial:
   """Adds attention to the first `lengths` tokens of the pages that `tables` lists.
 
-  Queries see the positions from `first` on; None: all.
+  Queries see the tokens from number `first` on; None: all. See `Tables.local`.
   """
-  size, at_once = pages[0].shape[2], options.pages_at_once
+  size, at_once = pages[0].shape[2], min(options.pages_at_once, tables.shape[1])
   inside = jnp.arange(at_once * size).reshape(at_once, size)
   contract = options.products.contract
 

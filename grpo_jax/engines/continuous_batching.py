@@ -27,6 +27,7 @@ from grpo_jax.engines import (
   stopping,
 )
 from grpo_jax.engines.base import Generation, GenerationRequest, SamplingParams
+from grpo_jax.engines.prompt_pages import Pool
 from grpo_jax.engines.scheduling import PromptExperts, RunningCompletion, SamplerSizes, Slot
 from grpo_jax.errors import ExpectedFailure
 
@@ -36,7 +37,7 @@ _REMEDY = "lower engine.max_rows, sampling.max_tokens or rollout.max_tokens"
 _decode = jax.jit(decoding.decode, static_argnames="options", donate_argnames="own")
 _prefill = jax.jit(decoding.prefill, static_argnames="options", donate_argnames="cache")
 _read_again = jax.jit(decoding.read_again, static_argnames="options", donate_argnames="own")
-_resize = jax.jit(kv_cache.resize, static_argnames="options")
+_other_pages = jax.jit(kv_cache.other_pages, static_argnames="options")
 _empty_pages = jax.jit(kv_cache.empty_pages, static_argnums=(0, 1, 2))
 
 
@@ -98,10 +99,10 @@ class Programs:
     """
     own, pages = caches(options, sizes)
     options = sizes.applied(options)
-    slot = Slot(pages=(0,), length=1)
-    layout = {"page": sizes.page, "pages": sizes.pages, "table": sizes.table}
-    chunks = scheduling.make_chunks([(np.zeros(1, np.int32), slot)], **layout, tokens=sizes.prefill)
-    chunk = abstract(next(chunks))
+    pools = sizes.pools(options.config)
+    slot = Slot(pages=((0,),) * len(pools), length=1)
+    prompt = [(np.zeros(1, np.int32), slot)]
+    chunk = abstract(next(scheduling.make_chunks(prompt, pools=pools, tokens=sizes.prefill)))
     detail = f"{sizes.prefill} tokens"
     jobs = [self.prefill.job(weights, pages, chunk, options=options, detail=detail)]
     for count in scheduling.row_counts(sizes.rows):
@@ -112,22 +113,24 @@ class Programs:
         jobs.append(self.decode.job(*arguments, options=chosen, detail=detail))
     if reads_again:
       begun = RunningCompletion(_ANY_REQUEST, None, b"", row=0, token_ids=[0])
-      pieces = next(scheduling.make_pieces([begun], {b"": slot}, **_layout(sizes), step=1))
+      layout = _layout(options, sizes)
+      pieces = next(scheduling.make_pieces([begun], {b"": slot}, **layout, step=1))
       arguments = (weights, pages, own, abstract(pieces))
       detail = f"{sizes.prefill} tokens"
       jobs.append(self.read_again.job(*arguments, options=options, detail=detail))
     return jobs
 
 
-def _layout(sizes: SamplerSizes) -> dict[str, int]:
+def _layout(options: sampler_inputs.ProgramOptions, sizes: SamplerSizes) -> dict[str, Any]:
   """Returns the sizes of a call of `decoding.read_again`."""
-  return {"tokens": sizes.prefill, "piece": sizes.piece, "table": sizes.table}
+  pools = sizes.pools(options.config)
+  return {"tokens": sizes.prefill, "piece": sizes.piece, "pools": pools}
 
 
 def _row_layout(options: sampler_inputs.ProgramOptions, sizes: SamplerSizes) -> dict[str, Any]:
   """Returns the sizes and the form of the state of rows."""
-  of_pages = {"table": sizes.table, "page": sizes.page, "pages": sizes.pages}
-  return {"group": options.group, "form": options.form, **of_pages}
+  pools = sizes.pools(options.config)
+  return {"group": options.group, "form": options.form, "pools": pools}
 
 
 def _variants(
@@ -150,7 +153,12 @@ def caches(options: sampler_inputs.ProgramOptions, sizes: SamplerSizes) -> tuple
   """
   options = sizes.applied(options)
   own = _described(_empty_own, sizes.blocks, sizes.rows, sizes.columns, options)
-  return own, _described(_empty_pages, sizes.pages, sizes.page, options)
+  return own, _described(_empty_pages, _page_counts(options, sizes), sizes.page, options)
+
+
+def _page_counts(options: sampler_inputs.ProgramOptions, sizes: SamplerSizes) -> tuple[int, ...]:
+  """Returns the number of pages of the layers of each window."""
+  return tuple(pool.count for pool in sizes.pools(options.config))
 
 
 def _described(make: Any, *arguments: Any) -> Any:
@@ -291,7 +299,7 @@ class ContinuousBatcher:
     prompts = {c.key: (c.request.prompt_ids[:-1], self._slots[c.key]) for c in self._active}
     self._slots = {key: slot for key, (_, slot) in prompts.items()}
     self._stats.recomputed_tokens += self._read_prompts(list(prompts.values()), weights)
-    layout = _layout(self._sizes)
+    layout = _layout(self.options, self._sizes)
     options = self._sizes.applied(self.options)
     for pieces in scheduling.make_pieces(self._active, self._slots, **layout, step=self._step):
       arguments = (weights, self._prompts, self._own, pieces)
@@ -335,19 +343,25 @@ class ContinuousBatcher:
   def _take_pages(self, key: bytes, completion: RunningCompletion) -> bool:
     """Reserves pages for a prompt; returns False if too few are free."""
     length = len(completion.request.prompt_ids) - 1
-    needed = -(-length // self._sizes.page)
-    free = self._free_pages()
-    if len(free) < needed:
+    pools = self._sizes.pools(self.options.config)
+    pages = self._free_pages(pools, length)
+    if pages is None:
       self._release_slots(set())
-      free = self._free_pages()
-    if len(free) < needed:
+      pages = self._free_pages(pools, length)
+    if pages is None:
       return False
-    self._slots[key] = Slot(tuple(free[:needed]), length, prompt=completion.key)
+    self._slots[key] = Slot(pages, length, prompt=completion.key)
     return True
 
-  def _free_pages(self) -> list[int]:
-    used = {page for slot in self._slots.values() for page in slot.pages}
-    return [page for page in range(self._sizes.pages) if page not in used]
+  def _free_pages(self, pools: Sequence[Pool], length: int) -> tuple[tuple[int, ...], ...] | None:
+    """Returns pages for a prompt; None if too few of the layers of a window are free."""
+    found = []
+    for i, pool in enumerate(pools):
+      used = {page for slot in self._slots.values() for page in slot.pages[i]}
+      free = [page for page in range(pool.count) if page not in used]
+      found.append(tuple(free[: pool.needed(length)]))
+    is_enough = all(len(f) == pool.needed(length) for f, pool in zip(found, pools, strict=True))
+    return tuple(found) if is_enough else None
 
   def _place(self, new: list[RunningCompletion]) -> None:
     """Assigns rows, in the smallest compiled number of rows; notes which rows must move."""
@@ -398,19 +412,18 @@ class ContinuousBatcher:
     if longest > table or not table:
       table = scheduling.power_of_two(longest)
     if not self._sizes.is_planned:
-      in_use = sum(len(slot.pages) for slot in self._slots.values())
+      in_use = sum(-(-slot.length // size) for slot in self._slots.values())
       pages = max(pages, scheduling.power_of_two(in_use + sum(coming[-self._sizes.rows :])))
     if pages < table:
       pages = scheduling.power_of_two(table)
-    if self._prompts and pages == self._sizes.pages:
-      self._sizes = dataclasses.replace(self._sizes, table=table)
-      return
-    if self._prompts:
-      places = np.minimum(np.arange(pages, dtype=np.int32), self._sizes.pages - 1)
-      self._prompts = _resize(self._prompts, places, options=self.options)
-    else:
-      self._prompts = _empty_pages(pages, size, self.options)
-    self._sizes = dataclasses.replace(self._sizes, table=table, pages=pages)
+    before, self._sizes = self._sizes, dataclasses.replace(self._sizes, table=table, pages=pages)
+    counts = _page_counts(self.options, self._sizes)
+    if not self._prompts:
+      self._prompts = _empty_pages(counts, size, self.options)
+    elif counts != (had := _page_counts(self.options, before)):
+      pairs = zip(counts, had, strict=True)
+      places = [np.minimum(np.arange(count, dtype=np.int32), old - 1) for count, old in pairs]
+      self._prompts = _other_pages(self._prompts, places, options=self.options)
 
   def _prefill_all(
     self, prompts: list[tuple[np.ndarray, Slot]], weights: sampler_weights.SamplerWeights
@@ -428,8 +441,8 @@ class ContinuousBatcher:
     if not prompts:
       return 0
     sizes, found = self._sizes, []
-    layout = {"page": sizes.page, "pages": sizes.pages, "table": sizes.table}
-    for chunk in scheduling.make_chunks(prompts, **layout, tokens=sizes.prefill):
+    pools = sizes.pools(self.options.config)
+    for chunk in scheduling.make_chunks(prompts, pools=pools, tokens=sizes.prefill):
       options = sizes.applied(self.options)
       self._prompts, experts = self._programs.prefill(
         weights, self._prompts, chunk, options=options

@@ -63,20 +63,22 @@ def read(
   """
   size, dtype = cache[0][0].shape[2], cache[0][0].dtype
   is_first = jnp.asarray(chunk.segment_ids) == 1
-  past = (jnp.asarray(chunk.past_pages)[None], jnp.asarray(chunk.past)[None])
   offsets = chunk.positions % size
+  windows = kv_cache.windows(options.config)
 
   def write(pages, k, v, window):
-    del window
+    places = chunk.pages[windows.index(window)]
 
     def put(to, new):
-      to = to.at[chunk.pages, :, offsets].set(new[0].astype(dtype), mode="drop")
+      to = to.at[places, :, offsets].set(new[0].astype(dtype), mode="drop")
       return kv_cache.placed(to, options)
 
     return put(pages[0], k), put(pages[1], v)
 
-  def before(q, kv_heads, pages, first):
-    found = _before(q, kv_heads, pages, *past, first, options)
+  def before(q, kv_heads, pages, first, window):
+    tables, past = chunk.past_pages[windows.index(window)], jnp.asarray(chunk.past)
+    given = jnp.asarray(tables.pages)[None], tables.local(past)[None], tables.local(first)
+    found = _before(q, kv_heads, pages, *given, options)
     return parts.only_where(is_first[None, :, None], found)
 
   return _read(weights, cache, chunk, write, before, options)
@@ -102,21 +104,23 @@ def read_again(
     `own` with the keys and values of the pieces.
   """
   form, count = cache_forms.of(options), pieces.rows.shape[0]
-  tables, prompt_lengths = jnp.asarray(pieces.pages), jnp.asarray(pieces.prompt_lengths)
+  windows, prompt_lengths = kv_cache.windows(options.config), jnp.asarray(pieces.prompt_lengths)
 
   def write(cache, k, v, window):
     of_rows, pages = cache
     return form.write_again(of_rows, k[0], v[0], pieces, window, options), pages
 
-  def before(q, kv_heads, cache, first):
+  def before(q, kv_heads, cache, first, window):
     of_rows, pages = cache
+    tables = pieces.pages[windows.index(window)]
     repeats = q.shape[2] // kv_heads
     by_piece = lambda x: None if x is None else x.reshape(count, -1)
     first = by_piece(first)
     asked = parts.by_kv_head(parts.scaled(q.reshape(count, -1, *q.shape[2:]), kv_heads))
-    seen = cached_attention.for_queries(first, repeats)
+    seen = cached_attention.for_queries(tables.local(first), repeats)
+    held = jnp.asarray(tables.pages), tables.local(prompt_lengths)
     found = parts.nothing(asked)
-    found = cached_attention.over_pages(asked, found, pages, tables, prompt_lengths, seen, options)
+    found = cached_attention.over_pages(asked, found, pages, *held, seen, options)
     own_first = None if first is None else first - prompt_lengths[:, None]
     seen = cached_attention.for_queries(own_first, repeats)
     found = form.over_past(asked, found, of_rows, pieces, seen, options)
@@ -144,8 +148,8 @@ def _read(
     taken: The tokens.
     write: Function (cache of a layer, keys, values [1 n K E], window) → the cache with them.
     before: Function (queries [1 n H E], K, cache of a layer, first position that each token sees or
-      None) → attention to tokens of earlier calls, [1 n H]. With a window, the cache is as it was
-      before `write`, which may take the places of tokens that are still seen.
+      None, window) → attention to tokens of earlier calls, [1 n H]. With a window, the cache is as
+      it was before `write`, which may take the places of tokens that are still seen.
     options: Options of the program; static.
 
   Returns:
@@ -173,7 +177,8 @@ def _read(
       q = q.swapaxes(0, 1)  # one row of all tokens, as the keys and values.
       here = attention.partial(q, k, v, seen[window], products=products)
       read = own if window is None else unwritten
-      earlier = before(q, k.shape[2], read, cached_attention.first_seen(positions, window))
+      first = cached_attention.first_seen(positions, window)
+      earlier = before(q, k.shape[2], read, first, window)
       found = parts.joined(here, earlier)
       return (found.mixed / found.total[..., None]).swapaxes(0, 1), own
 
@@ -310,16 +315,18 @@ def decode_step(
   products = dataclasses.replace(options.products, every_expert=options.mesh is not None)
   angles = _angles((jnp.asarray(rows.prompt_lengths) + lengths)[:, None], config)
   settings = {"config": config, "products": products}
-  at = jnp.asarray(rows.step) + number, lengths
+  at = jnp.asarray(rows.step) + number, lengths, jnp.asarray(rows.prompt_lengths)
+  of_layers = kv_cache.by_layer(rows.prompts, config)
   x, written, extras = layers.embed(weights.embed, tokens[:, None], **settings), [], []
-  for i, (pages, of_rows, kind) in enumerate(zip(prompts, own, config.kinds, strict=True)):
+  caches = zip(prompts, own, of_layers, config.kinds, strict=True)
+  for i, (pages, of_rows, listed, kind) in enumerate(caches):
 
-    def attend(q, k, v, pages=pages, of_rows=of_rows, window=kind.window):
+    def attend(q, k, v, pages=pages, of_rows=of_rows, listed=listed, window=kind.window):
       heads, width = q.shape[2:]
       asked = q.reshape(q.shape[0], k.shape[2], -1, width) * (width**-0.5)
       asked = kv_cache.placed(asked, options, row_axis=0)
       new = asked, k[:, 0], v[:, 0]
-      attended, of_rows = form.attend(*new, of_rows, pages, rows, at, window, options)
+      attended, of_rows = form.attend(*new, of_rows, pages, listed, at, window, options)
       attended = kv_cache.placed(attended, options, row_axis=0)
       attended = attended.reshape(q.shape[0], 1, heads, width)
       # Split like `o`, which would otherwise be gathered.

@@ -20,10 +20,11 @@ from jaxtyping import Array, Float, Int
 
 from grpo_jax.compilation import precision
 from grpo_jax.compilation.programs import Program, abstract
-from grpo_jax.engines import decoding, kv_cache, scheduling
+from grpo_jax.engines import decoding, kv_cache, prompt_pages, scheduling
 from grpo_jax.engines.base import GivenScores
 from grpo_jax.engines.continuous_batching import NonFiniteLogits
 from grpo_jax.engines.kv_cache import Cache
+from grpo_jax.engines.prompt_pages import Pool
 from grpo_jax.engines.sampler_inputs import PrefillChunk, ProgramOptions
 from grpo_jax.engines.sampler_weights import SamplerWeights
 from grpo_jax.engines.scheduling import Slot
@@ -106,9 +107,9 @@ class GivenTokenScorer:
     rounds = -(-(self._max_length - 1) // (sizes.page * sizes.at_once))
     table = rounds * sizes.at_once
     options = dataclasses.replace(options, pages_at_once=sizes.at_once)
-    slot = Slot(tuple(range(-(-count // sizes.page))), count)
-    layout = {"tokens": sizes.tokens, "page": sizes.page, "pages": table, "table": table}
-    chunks = scheduling.make_chunks([(ids[:-1], slot)], **layout)
+    pools = [_pool(window, table, sizes) for window in kv_cache.windows(options.config)]
+    slot = Slot(tuple(tuple(range(pool.needed(count))) for pool in pools), count)
+    chunks = scheduling.make_chunks([(ids[:-1], slot)], tokens=sizes.tokens, pools=pools)
     room = -count % sizes.tokens
     by_chunk = lambda x, filler: np.pad(x, (0, room), constant_values=filler).reshape(
       -1, sizes.tokens
@@ -118,13 +119,21 @@ class GivenTokenScorer:
     found = []
     for chunk, *asked in zip(chunks, targets, divisors, strict=True):
       if not self._pages:
-        self._pages = _empty_pages(table, sizes.page, options)
+        counts = tuple(pool.count for pool in pools)
+        self._pages = _empty_pages(counts, sizes.page, options)
         # Ahead, because the pages that the program returns are placed otherwise than empty ones.
         described = abstract((weights, self._pages, chunk, *asked))
         self._program.job(*described, options=options)()
       self._pages, scores = self._program(weights, self._pages, chunk, *asked, options=options)
       found.append(scores)
     return _scores(jax.device_get(found), ids)
+
+
+def _pool(window: int | None, table: int, sizes: _Sizes) -> Pool:
+  """Returns the pages of one sequence in the layers of a window, in whole rounds of the loop."""
+  kept = prompt_pages.table_of(window, table, sizes.page)
+  kept = min(-(-kept // sizes.at_once) * sizes.at_once, table)
+  return Pool(window, kept, sizes.page, kept)
 
 
 def _scores(found: Sequence[tuple[np.ndarray, ...]], ids: Int[np.ndarray, " _"]) -> GivenScores:

@@ -2,11 +2,11 @@
 
 * The keys and values of a prompt are stored once, in pages, for all completions of the prompt. The
   last token of the prompt is the first that a row feeds to the model, so pages hold the prompt
-  without it.
+  without it. Layers of the same window use the same pages; `prompt_pages` says which.
 * The keys and values of sampled tokens are stored by row, in one of two forms: `ring_cache` for
   CPUs, `row_cache` for accelerators. `cache_forms` chooses between them.
-* A layer with a window keeps its window only: a new token takes the column of one that no later
-  token sees. What reads many tokens at once therefore reads before it writes.
+* A layer with a window keeps its window only: a new token takes the page or the column of one that
+  no later token sees. What reads many tokens at once therefore reads before it writes.
 
 Sizes: R rows of the program, at most as many as the cache has; C columns of a row; N pages of T
 tokens; W pages of the longest prompt; G rows that share a prompt.
@@ -14,6 +14,7 @@ tokens; W pages of the longest prompt; G rows that share a prompt.
 
 import collections
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
 from grpo_jax.engines.sampler_inputs import Pieces, ProgramOptions, RowStates
+from grpo_jax.models.config import ModelConfig
 
 # Keys and values of every layer. Pages: [N K T E] each. Sampled tokens: see the forms.
 Cache = list[tuple[Array, Array]]
@@ -36,7 +38,7 @@ def token_bytes(options: ProgramOptions) -> dict[int | None, int]:
 
 
 def held(columns: int, window: int | None, *, multiple: int) -> int:
-  """Returns how many columns of a row a layer keeps: all, or a multiple that holds its window."""
+  """Returns how many columns of a row a window leaves: all, or a multiple that holds it."""
   return columns if window is None else min(columns, -(-window // multiple) * multiple)
 
 
@@ -52,20 +54,50 @@ def stays(pieces: Pieces, columns: int) -> Bool[Array, " n"]:
   return ((steps >= 0) & (steps > last - columns)).reshape(-1)
 
 
-def empty_pages(count: int, length: int, options: ProgramOptions) -> Cache:
-  """Returns `count` pages of zeros, each for `length` tokens."""
+def windows(config: ModelConfig) -> tuple[int | None, ...]:
+  """Returns the windows of the layers, in the order of their first use."""
+  return tuple(dict.fromkeys(kind.window for kind in config.kinds))
+
+
+def by_layer(of_windows: Sequence[Any], config: ModelConfig) -> list[Any]:
+  """Returns for each layer what belongs to its window, of a sequence like `windows`."""
+  found = dict(zip(windows(config), of_windows, strict=True))
+  return [found[kind.window] for kind in config.kinds]
+
+
+def empty_pages(counts: tuple[int, ...], length: int, options: ProgramOptions) -> Cache:
+  """Returns pages of zeros, each for `length` tokens.
+
+  Args:
+    counts: Number of pages of the layers of each window.
+    length: Tokens of a page.
+    options: Options of the programs.
+  """
   config = options.config
-  shape = (count, config.num_kv_heads, length, config.head_dim)
-  make = lambda: placed(jnp.zeros(shape, options.products.compute_dtype), options)
-  return [(make(), make()) for _ in range(config.num_layers)]
+
+  def make(count):
+    shape = (count, config.num_kv_heads, length, config.head_dim)
+    return placed(jnp.zeros(shape, options.products.compute_dtype), options)
+
+  return [(make(count), make(count)) for count in by_layer(counts, config)]
+
+
+def other_pages(cache: Cache, places: Sequence[Int[Array, " n"]], options: ProgramOptions) -> Cache:
+  """Returns the pages at `places`, which are given for each window."""
+  found = by_layer(places, options.config)
+  return [resize(layer, at, options) for layer, at in zip(cache, found, strict=True)]
 
 
 def resize(
-  cache: Cache, places: Int[Array, " n"], options: ProgramOptions, *, row_axis: int | None = None
-) -> Cache:
-  """Returns the blocks of a ring, or the pages, at `places`."""
+  layer: tuple[Array, Array],
+  places: Int[Array, " n"],
+  options: ProgramOptions,
+  *,
+  row_axis: int | None = None,
+) -> tuple[Array, Array]:
+  """Returns the blocks of a layer's ring, or its pages, at `places`."""
   one = lambda x: placed(jnp.take(x, places, axis=0), options, row_axis=row_axis)
-  return jax.tree.map(one, cache)
+  return one(layer[0]), one(layer[1])
 
 
 def moved(own: Cache, rows: RowStates, options: ProgramOptions, *, row_axis: int) -> Cache:

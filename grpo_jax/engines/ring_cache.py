@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from grpo_jax.engines import cached_attention, kv_cache
 from grpo_jax.engines.kv_cache import Cache
-from grpo_jax.engines.sampler_inputs import Pieces, ProgramOptions, RowStates, Tiles
+from grpo_jax.engines.sampler_inputs import Pieces, ProgramOptions, RowPrompts, RowStates, Tiles
 
 # Columns of the ring that one round of a loop reads when many tokens attend to them.
 _COLUMNS_AT_ONCE = 1024
@@ -70,7 +70,7 @@ def grown(
   def of_layer(layer, window):
     count = held_blocks(blocks, window, length)
     is_same = count == layer[0].shape[0]
-    return layer if is_same else kv_cache.resize([layer], places[count], options, row_axis=1)[0]
+    return layer if is_same else kv_cache.resize(layer, places[count], options, row_axis=1)
 
   kinds = options.config.kinds
   return [of_layer(layer, kind.window) for layer, kind in zip(own, kinds, strict=True)]
@@ -87,22 +87,22 @@ def attend(
   value: Float[Array, "R K E"],
   own: tuple[Array, Array],
   pages: tuple[Array, Array],
-  rows: RowStates,
-  at: tuple[Int[Array, ""], Int[Array, " R"]],
+  prompts: RowPrompts,
+  at: tuple[Int[Array, ""], Int[Array, " R"], Int[Array, " R"]],
   window: int | None,
   options: ProgramOptions,
 ) -> tuple[Float[Array, "R K r E"], tuple[Array, Array]]:
   """Writes a token of every row; attends to its prompt and to its own tokens, this one included."""
-  step, lengths = at
+  step, lengths, prompt_lengths = at
   own = append(own, key, value, step, options)
-  positions = jnp.asarray(rows.prompt_lengths) + lengths
-  first = cached_attention.first_seen(positions, window)
+  first = cached_attention.first_seen(prompt_lengths + lengths, window)
+  first = prompts.tables.local(first)
   found = over_ring(asked, own, step, lengths, window, options)
-  alone = jnp.where(rows.shared.places < 0, rows.prompt_lengths, 0)
+  alone = jnp.where(prompts.shared.places < 0, prompts.tables.local(prompt_lengths), 0)
   seen = cached_attention.for_queries(None if first is None else first[:, None], asked.shape[2])
-  tables = jnp.asarray(rows.pages)
+  tables = jnp.asarray(prompts.tables.pages)
   found = cached_attention.over_pages(asked, found, pages, tables, alone, seen, options)
-  found = over_tiles(asked, found, pages, rows.shared, first, options)
+  found = over_tiles(asked, found, pages, prompts.shared, first, options)
   return found.mixed / found.total[..., None], own
 
 
@@ -171,7 +171,7 @@ def over_tiles(
     found: Partial softmax over the keys read before.
     pages: Pages of a layer, [N K T E].
     tiles: The tiles.
-    first: First position that each row sees; None: all.
+    first: Number of the first token of its pages that each row sees; None: all.
     options: Options of the program; static.
 
   Returns:

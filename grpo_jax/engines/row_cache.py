@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from grpo_jax.engines import cached_attention, kv_cache
 from grpo_jax.engines.kv_cache import Cache
-from grpo_jax.engines.sampler_inputs import Pieces, ProgramOptions, Readers, RowStates
+from grpo_jax.engines.sampler_inputs import Pieces, ProgramOptions, Readers, RowPrompts, RowStates
 
 _KEYS = decode_attention.KEYS  # columns are a multiple of it, where there are so many.
 # Columns that are read at once when many tokens attend to them.
@@ -73,27 +73,28 @@ def attend(
   value: Float[Array, "R K E"],
   own: tuple[Array, Array],
   pages: tuple[Array, Array],
-  rows: RowStates,
-  at: tuple[Int[Array, ""], Int[Array, " R"]],
+  prompts: RowPrompts,
+  at: tuple[Int[Array, ""], Int[Array, " R"], Int[Array, " R"]],
   window: int | None,
   options: ProgramOptions,
 ) -> tuple[Float[Array, "R K r E"], tuple[Array, Array]]:
   """Writes a token of every row; attends to its prompt and to its own tokens, this one included."""
-  prompts, columns = jnp.asarray(rows.prompt_lengths), own[0].shape[2]
+  _, lengths, prompt_lengths = at
+  columns, tables = own[0].shape[2], prompts.tables
   is_ring = _is_ring(columns, window)
   # A row that has ended may be full; what it writes is never read.
-  lengths = at[1] if is_ring else jnp.minimum(at[1], columns - 1)
-  first = cached_attention.first_seen(prompts + lengths, window)
+  lengths = lengths if is_ring else jnp.minimum(lengths, columns - 1)
+  first = cached_attention.first_seen(prompt_lengths + lengths, window)
   # The kernel reads columns in the order of their tokens.
   if not is_ring and (kernel := _kernel(asked, own, pages, options)):
-    begin = jnp.zeros_like(lengths) if first is None else first
+    begin = jnp.zeros_like(lengths) if first is None else tables.local(first)
     asked, key, value = (x.astype(own[0].dtype) for x in (asked, key, value))
-    tables = jnp.asarray(rows.pages)
+    held = jnp.asarray(tables.pages), tables.local(prompt_lengths)
     attend_on_device = _on_devices(kernel.attend, len(asked), options)
-    return attend_on_device(asked, (key, value), own, pages, tables, prompts, lengths, begin)
+    return attend_on_device(asked, (key, value), own, pages, *held, lengths, begin)
   own = append(own, key, value, lengths % columns if is_ring else lengths, options)
   of_own = over_columns(asked, own, lengths, window, options)
-  of_prompts = over_prompts(asked, pages, rows.shared, first, options)
+  of_prompts = over_prompts(asked, pages, prompts.shared, first, options)
   found = parts.joined(of_own, of_prompts)
   return found.mixed / found.total[..., None], own
 

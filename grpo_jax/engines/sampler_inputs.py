@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from grpo_kernels.attention import AUTOMATIC, Attention
 from jax.sharding import Mesh
@@ -95,7 +96,7 @@ class Tiles:
 
   places: Int[Array | np.ndarray, " R"]  # place in the tiles: tile · G + number; -1: in no tile.
   rows: Int[Array | np.ndarray, "A G"]  # row at each place.
-  pages: Int[Array | np.ndarray, "A W"]  # pages of the tile's prompt.
+  pages: Int[Array | np.ndarray, "A W"]  # pages of the tile's prompt, as in the rows' `Tables`.
   lengths: Int[Array | np.ndarray, " A"]  # tokens in these pages.
 
 
@@ -114,13 +115,41 @@ class Readers:
 
 @as_tree
 @dataclasses.dataclass(frozen=True)
+class Tables:
+  """The pages of prompts in the layers of one window; see `prompt_pages`."""
+
+  pages: Int[Array | np.ndarray, "*B W"]  # in the order of positions.
+  starts: Int[Array | np.ndarray, "*B"] | None  # first position in them; None: 0, without a window.
+
+  def local(self, positions: Any) -> Any:
+    """Returns positions counted from the first token of the pages.
+
+    Args:
+      positions: Positions [*B ...]; None: there is no window.
+    """
+    if self.starts is None or positions is None:
+      return positions
+    starts = jnp.asarray(self.starts)
+    return positions - starts.reshape(starts.shape + (1,) * (positions.ndim - starts.ndim))
+
+
+@as_tree
+@dataclasses.dataclass(frozen=True)
+class RowPrompts:
+  """The prompts of all rows in the layers of one window."""
+
+  tables: Tables  # [R W].
+  shared: Any  # which rows attend to which pages together: `Tiles` or `Readers`, by form.
+
+
+@as_tree
+@dataclasses.dataclass(frozen=True)
 class RowStates:
   """The state of every row between chunks; built on the host before each chunk."""
 
   tokens: Int[Array | np.ndarray, " R"]  # next token to feed to the model.
   prompt_lengths: Int[Array | np.ndarray, " R"]  # tokens in the prompt's pages.
-  pages: Int[Array | np.ndarray, "R W"]  # the prompt's pages.
-  shared: Any  # which rows attend to which pages together: `Tiles` or `Readers`, by form.
+  prompts: tuple[RowPrompts, ...]  # of each window of the layers, in the order of first use.
   moves: Int[Array | np.ndarray, "R 2"]  # (from, to) of rows to move in the ring first.
   num_moves: Int[Array | np.ndarray, ""]  # number of valid entries of `moves`.
   step: Int[Array | np.ndarray, ""]  # number of the next step, from which its column follows.
@@ -146,8 +175,10 @@ class PrefillChunk:
   tokens: Int[Array | np.ndarray, " n"]
   segment_ids: Int[Array | np.ndarray, " n"]  # 1 for the first prompt, then 2, ...; 0 is padding.
   positions: Int[Array | np.ndarray, " n"]
-  pages: Int[Array | np.ndarray, " n"]  # page for each token's keys and values; N for padding.
-  past_pages: Int[Array | np.ndarray, " W"]  # pages of the first prompt.
+  # Of each window: page for each token's keys and values; N for padding, and for tokens that no
+  # later chunk sees.
+  pages: tuple[Int[Array | np.ndarray, " n"], ...]
+  past_pages: tuple[Tables, ...]  # of each window: pages of the first prompt, before this chunk.
   past: Int[Array | np.ndarray, ""]  # tokens of the first prompt in earlier chunks.
 
 
@@ -164,7 +195,7 @@ class Pieces:
   positions: Int[Array | np.ndarray, " n"]
   steps: Int[Array | np.ndarray, " n"]  # step whose column holds the token; -1: padding.
   rows: Int[Array | np.ndarray, " S"]
-  pages: Int[Array | np.ndarray, "S W"]  # pages of the row's prompt.
+  pages: tuple[Tables, ...]  # of each window: pages of the row's prompt, [S W].
   prompt_lengths: Int[Array | np.ndarray, " S"]  # tokens in these pages.
   lengths: Int[Array | np.ndarray, " S"]  # tokens of the row in the ring.
   past: Int[Array | np.ndarray, " S"]  # the first of them, which earlier calls have read again.

@@ -74,10 +74,11 @@ class SamplerPart:
       whole_caches=whole_caches,
     )
     own_rows = rows // self.rows if rows % self.rows == 0 else rows
-    columns, pages = planned.blocks * planned.columns, planned.pages * planned.page
+    columns = planned.blocks * planned.columns
     own, both = {}, {}
     for window, size in of_token.items():
       own[window] = own_rows * row_cache.held_columns(columns, window) * size // self.heads
+      pages = planned.pool(window).count * planned.page
       both[window] = own[window] + pages * size // self.heads
     layers = collections.Counter(kind.window for kind in self.model.kinds)
     largest = max(both[window] // count for window, count in layers.items())

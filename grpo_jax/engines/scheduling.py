@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from grpo_jax.engines import sampler_inputs, sharing
+from grpo_jax.engines import kv_cache, prompt_pages, sampler_inputs, sharing
 from grpo_jax.engines.base import Generation, GenerationRequest
-from grpo_jax.engines.sampler_inputs import Pieces, PrefillChunk, RowStates
+from grpo_jax.engines.prompt_pages import Pool
+from grpo_jax.engines.sampler_inputs import Pieces, PrefillChunk, RowPrompts, RowStates, Tables
+from grpo_jax.models.config import ModelConfig
 from grpo_jax.types import ExpertShape, FinishReason
 
 _FEWEST_ROWS = 8  # fewer rows are hardly cheaper: their step reads all weights just the same.
@@ -50,7 +52,7 @@ class PromptExperts:
 class Slot:
   """The pages of a prefilled prompt."""
 
-  pages: tuple[int, ...]
+  pages: tuple[tuple[int, ...], ...]  # in the layers of each window.
   length: int  # number of tokens of the prompt, without its last.
   users: int = 0  # number of rows that continue the prompt.
   prompt: bytes = b""  # key of the prompt; the slot's own differs if it holds a further copy.
@@ -112,7 +114,8 @@ class SamplerSizes:
     columns: Columns of a block of the ring.
     blocks: Blocks of the ring; 0: as many as the requests need.
     table: Pages of the longest prompt; 0: as many as the requests need.
-    pages: Pages of all prompts; 0: as many as the requests need.
+    pages: Pages of all prompts, in layers without a window; 0: as many as the requests need.
+    prompts: Prompts of the largest length that find room at the same time; 0: one for each row.
     is_planned: Whether prompts wait for pages instead of more pages being made.
     at_once: Pages read by one round of a loop; None: all pages of a prompt.
   """
@@ -124,6 +127,7 @@ class SamplerSizes:
   blocks: int = 0
   table: int = 0
   pages: int = 0
+  prompts: int = 0
   is_planned: bool = False
   at_once: int | None = 1
 
@@ -131,6 +135,21 @@ class SamplerSizes:
   def piece(self) -> int:
     """Tokens of a piece of a completion that is read again; see `sampler_inputs.Pieces`."""
     return math.gcd(self.prefill, _PIECE)
+
+  def pools(self, config: ModelConfig) -> tuple[Pool, ...]:
+    """Returns the pages of the layers of each window.
+
+    Of a window there are as many as its layers keep of `prompts` prompts, and one for each row.
+    """
+    return tuple(self.pool(window) for window in kv_cache.windows(config))
+
+  def pool(self, window: int | None) -> Pool:
+    """Returns the pages of the layers of a window; see `pools`."""
+    if window is None:
+      return Pool(None, self.table, self.page, self.pages)
+    table = prompt_pages.table_of(window, self.table, self.page)
+    count = max((self.prompts or self.rows) * table, self.rows)
+    return Pool(window, table, self.page, min(count, self.pages))
 
   def applied(self, options: sampler_inputs.ProgramOptions) -> sampler_inputs.ProgramOptions:
     return dataclasses.replace(options, pages_at_once=self.at_once or self.table)
@@ -178,20 +197,14 @@ def planned(
   page = min(sizes.page, -(-max(prompt_tokens - 1, 1) // step) * step)
   table = -(-max(prompt_tokens - 1, 1) // page)
   longest, pages = completion_tokens, max(long_prompts * table, rows)
+  made = dataclasses.replace(sizes, page=page, table=table, prompts=long_prompts)
   if not whole_caches:
     longest = min(longest, max(_fitting_tokens(_CACHE_BYTES // rows, token_bytes), sizes.columns))
-    pages = min(pages, _CACHE_BYTES // (page * sum(token_bytes.values())))
+    pages = _fitting_pages(dataclasses.replace(made, pages=pages), token_bytes)
   columns = -(-longest // step) * step
   columns = min(sizes.columns, columns) if form == "ring" else columns
-  return dataclasses.replace(
-    sizes,
-    page=page,
-    columns=columns,
-    blocks=-(-longest // columns),
-    table=table,
-    pages=max(pages, table),
-    is_planned=True,
-  )
+  blocks, pages = -(-longest // columns), max(pages, table)
+  return dataclasses.replace(made, columns=columns, blocks=blocks, pages=pages, is_planned=True)
 
 
 def _fitting_tokens(room: int, token_bytes: Mapping[int | None, int]) -> int:
@@ -200,6 +213,17 @@ def _fitting_tokens(room: int, token_bytes: Mapping[int | None, int]) -> int:
     size * min(count, window or count) for window, size in token_bytes.items()
   )
   return bisect.bisect_right(range(1 << 31), room, key=kept) - 1
+
+
+def _fitting_pages(wanted: SamplerSizes, token_bytes: Mapping[int | None, int]) -> int:
+  """Returns how many of the wanted pages fit."""
+
+  def taken(pages):
+    sizes = dataclasses.replace(wanted, pages=pages)
+    return sum(size * sizes.pool(window).count for window, size in token_bytes.items())
+
+  counts = range(wanted.pages + 1)
+  return bisect.bisect_right(counts, _CACHE_BYTES // wanted.page, key=taken) - 1
 
 
 def regrown(before: int, after: int, newest: int) -> Int[np.ndarray, " after"]:
@@ -297,9 +321,7 @@ def make_rows(
   prompts: Mapping[bytes, Slot],
   *,
   group: int,
-  table: int,
-  page: int = 1,
-  pages: int = 0,
+  pools: Sequence[Pool],
   form: str = "ring",
   moves: Sequence[tuple[int, int]] = (),
   step: int = 0,
@@ -311,20 +333,26 @@ def make_rows(
     count: Number of rows.
     prompts: Pages of the prompts, by `RunningCompletion.key`.
     group: Rows that share a prompt.
-    table: Pages of the longest prompt.
-    page: Tokens of a page.
-    pages: Number of pages.
+    pools: Pages of the layers of each window.
     form: Form of the cache.
     moves: Rows to move first, as (from, to).
     step: Number of the next decode step.
   """
-  slots = {key: (slot.pages, slot.length) for key, slot in prompts.items()}
-  sizes = {"count": count, "group": group, "table": table, "page": page, "pages": pages}
+  of_windows = [
+    _row_prompts(
+      active,
+      {key: (slot.pages[i], slot.length) for key, slot in prompts.items()},
+      pool,
+      count=count,
+      group=group,
+      form=form,
+    )
+    for i, pool in enumerate(pools)
+  ]
   rows = RowStates(
     tokens=np.zeros(count, np.int32),
     prompt_lengths=np.zeros(count, np.int32),
-    pages=np.zeros((count, table), np.int32),
-    shared=sharing.of_rows(form, [(c.key, c.row) for c in active], slots, **sizes),
+    prompts=tuple(of_windows),
     moves=np.zeros((count, 2), np.int32),
     num_moves=np.asarray(len(moves), np.int32),
     step=np.asarray(step, np.int32),
@@ -344,7 +372,6 @@ def make_rows(
     sampling, slot = request.sampling, prompts[completion.key]
     rows.tokens[row] = completion.token_ids[-1] if sampled else request.prompt_ids[-1]
     rows.prompt_lengths[row] = slot.length
-    rows.pages[row, : len(slot.pages)] = slot.pages
     rows.lengths[row] = sampled
     rows.remaining[row] = sampling.max_tokens - sampled
     rows.seeds[row] = request.seed >> 32, request.seed & 0xFFFFFFFF
@@ -358,45 +385,77 @@ def make_rows(
   return rows
 
 
-def make_chunks(
-  prompts: Sequence[tuple[Int[np.ndarray, " _"], Slot]],
+def _row_prompts(
+  active: Sequence[RunningCompletion],
+  prompts: Mapping[bytes, tuple[Sequence[int], int]],
+  pool: Pool,
   *,
-  tokens: int,
-  page: int,
-  pages: int,
-  table: int,
+  count: int,
+  group: int,
+  form: str,
+) -> RowPrompts:
+  """Returns the prompts of rows in a pool, given its pages of each prompt and their lengths."""
+  held = {}
+  for key, (pages, length) in prompts.items():
+    listed, start = pool.listed(pages, length)
+    held[key] = listed, length - start, start
+  of_rows = [(completion.key, completion.row) for completion in active]
+  tables = _tables([(row, *held[key][::2]) for key, row in of_rows], (count,), pool)
+  sizes = {"count": count, "group": group}
+  sizes |= {"table": pool.table, "page": pool.page, "pages": pool.count}
+  return RowPrompts(tables, sharing.of_rows(form, of_rows, held, **sizes))
+
+
+def _tables(
+  listed: Sequence[tuple[Any, Sequence[int], int]], shape: tuple[int, ...], pool: Pool
+) -> Tables:
+  """Returns tables of a shape, given of some (place, pages, position of their first token)."""
+  pages, starts = np.zeros((*shape, pool.table), np.int32), np.zeros(shape, np.int32)
+  for place, numbers, start in listed:
+    pages[place][: len(numbers)] = numbers
+    starts[place] = start
+  return Tables(pages, None if pool.window is None else starts)
+
+
+def make_chunks(
+  prompts: Sequence[tuple[Int[np.ndarray, " _"], Slot]], *, tokens: int, pools: Sequence[Pool]
 ) -> Iterator[PrefillChunk]:
   """Cuts the concatenated prompts into chunks of equal length; the last one is padded.
 
   Args:
     prompts: Token ids of each prompt without the last, with its pages.
     tokens: Tokens of a chunk.
-    page: Tokens of a page.
-    pages: Number of pages.
-    table: Pages of the longest prompt.
+    pools: Pages of the layers of each window.
   """
   ids = np.concatenate([prompt_ids for prompt_ids, _ in prompts])
   number = np.repeat(np.arange(len(prompts)), [len(prompt_ids) for prompt_ids, _ in prompts])
   position = np.concatenate([np.arange(len(prompt_ids)) for prompt_ids, _ in prompts])
-  place = np.concatenate(
-    [
-      np.asarray(slot.pages, np.int32)[np.arange(len(prompt_ids)) // page]
-      for prompt_ids, slot in prompts
-    ]
-  )
+  places = [
+    np.concatenate([pool.places(slot.pages[i], np.arange(len(ids))) for ids, slot in prompts])
+    for i, pool in enumerate(pools)
+  ]
   for start in range(0, len(ids), tokens):
     part = slice(start, start + tokens)
     room = (0, tokens - len(ids[part]))
-    first = prompts[number[start]][1]
-    past_pages = np.zeros(table, np.int32)
-    past_pages[: len(first.pages)] = first.pages
+    first, past = prompts[number[start]][1], int(position[start])
+    last = position[part][np.searchsorted(number[part], number[part], side="right") - 1]
+    pages = [
+      np.where(pool.stays(position[part], last), place[part], pool.count)
+      for pool, place in zip(pools, places, strict=True)
+    ]
+    held = [pool.listed(first.pages[i], past) for i, pool in enumerate(pools)]
     yield PrefillChunk(
       tokens=np.pad(ids[part], room).astype(np.int32),
       segment_ids=np.pad(number[part] - number[start] + 1, room).astype(np.int32),
       positions=np.pad(position[part], room).astype(np.int32),
-      pages=np.pad(place[part], room, constant_values=pages).astype(np.int32),
-      past_pages=past_pages,
-      past=np.asarray(position[start], np.int32),
+      pages=tuple(
+        np.pad(place, room, constant_values=pool.count).astype(np.int32)
+        for pool, place in zip(pools, pages, strict=True)
+      ),
+      past_pages=tuple(
+        _tables([((), *of_pool)], (), pool) for pool, of_pool in zip(pools, held, strict=True)
+      ),
+      past=np.asarray(past, np.int32),
     )
 
 
@@ -406,7 +465,7 @@ def make_pieces(
   *,
   tokens: int,
   piece: int,
-  table: int,
+  pools: Sequence[Pool],
   step: int,
 ) -> Iterator[Pieces]:
   """Cuts the tokens of completions that are in the ring into calls of equal length.
@@ -416,7 +475,7 @@ def make_pieces(
     prompts: Pages of the prompts, by `RunningCompletion.key`.
     tokens: Tokens of a call.
     piece: Tokens of a piece, a divisor of `tokens`.
-    table: Pages of the longest prompt.
+    pools: Pages of the layers of each window.
     step: Number of the next decode step.
   """
   cut = [
@@ -426,15 +485,15 @@ def make_pieces(
   ]
   count = tokens // piece
   for begin in range(0, len(cut), count):
-    yield _pieces(cut[begin : begin + count], prompts, (count, piece), table=table, step=step)
+    yield _pieces(cut[begin : begin + count], prompts, (count, piece), pools, step=step)
 
 
 def _pieces(
   cut: Sequence[tuple[RunningCompletion, int]],
   prompts: Mapping[bytes, Slot],
   shape: tuple[int, int],
+  pools: Sequence[Pool],
   *,
-  table: int,
   step: int,
 ) -> Pieces:
   """Returns some pieces, each a completion and the number of its first token."""
@@ -442,8 +501,7 @@ def _pieces(
   of_tokens = lambda value: np.full(shape, value, np.int32)
   of_pieces = lambda: np.zeros(count, np.int32)
   tokens, segments, positions, steps = (of_tokens(value) for value in (0, 0, 0, -1))
-  rows, pages = of_pieces(), np.zeros((count, table), np.int32)
-  prompt_lengths, lengths, past = of_pieces(), of_pieces(), of_pieces()
+  rows, prompt_lengths, lengths, past = (of_pieces() for _ in range(4))
   begun: dict[int, int] = {}  # number of the first token of a row.
   for at, (completion, start) in enumerate(cut):
     slot, length = prompts[completion.key], len(completion.token_ids)
@@ -454,8 +512,14 @@ def _pieces(
     positions[at, : len(ids)] = slot.length + numbers
     steps[at, : len(ids)] = step - length + numbers
     rows[at], lengths[at], prompt_lengths[at] = completion.row, length, slot.length
-    pages[at, : len(slot.pages)] = slot.pages
     past[at] = begun.setdefault(completion.row, start)
+  slots = [prompts[completion.key] for completion, _ in cut]
+  pages = [
+    _tables(
+      [(at, *pool.listed(s.pages[i], s.length)) for at, s in enumerate(slots)], (count,), pool
+    )
+    for i, pool in enumerate(pools)
+  ]
   flat = lambda x: x.reshape(-1)
   return Pieces(
     tokens=flat(tokens),
@@ -463,7 +527,7 @@ def _pieces(
     positions=flat(positions),
     steps=flat(steps),
     rows=rows,
-    pages=pages,
+    pages=tuple(pages),
     prompt_lengths=prompt_lengths,
     lengths=lengths,
     past=past,

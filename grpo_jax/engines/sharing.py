@@ -11,9 +11,10 @@ import numpy as np
 from grpo_jax.engines import ring_cache
 from grpo_jax.engines.sampler_inputs import Readers, Tiles
 
-# Keys and rows of the completions that have a row, and pages and lengths of their prompts by key.
+# Keys and rows of the completions that have a row; of their prompts by key the pages, the number of
+# tokens in them and the position of the first of these.
 Rows = Sequence[tuple[bytes, int]]
-Prompts = Mapping[bytes, tuple[Sequence[int], int]]
+Prompts = Mapping[bytes, tuple[Sequence[int], int, int]]
 
 
 def most_users(form: str, group: int) -> int | None:
@@ -40,7 +41,7 @@ def tiles(
     lengths=np.zeros(size, np.int32),
   )
   for tile, members in enumerate(shared(active, group)):
-    listed, length = prompts[members[0][0]]
+    listed, length, _ = prompts[members[0][0]]
     made.pages[tile, : len(listed)] = listed
     made.lengths[tile] = length
     for number, (_, row) in enumerate(members):
@@ -78,10 +79,10 @@ def readers(
   for members in _by_prompt(active):
     if len(members) > group:
       raise ValueError(f"{len(members)} rows read the same pages, which have room for {group}")
-    listed, length = prompts[members[0][0]]
+    listed, length, start = prompts[members[0][0]]
     for number, at in enumerate(listed):
       made.rows[at, : len(members)] = [row for _, row in members]
-      made.starts[at] = number * page
+      made.starts[at] = start + number * page
       made.lengths[at] = min(length - number * page, page)
       for place, (_, row) in enumerate(members):
         made.places[row, number] = at * group + place

@@ -29,6 +29,7 @@ from grpo_jax.engines import (
   sglang_servers,
 )
 from grpo_jax.engines.jax_sampler import JaxSampler
+from grpo_jax.engines.prompt_pages import Pool
 from grpo_jax.learn import optim, scoring, token_scores, train_step
 from grpo_jax.models import classifier
 from grpo_jax.models import tiny as tiny_models
@@ -126,12 +127,13 @@ def programs(compute_dtype, name, *, one_sweep):
   yield "watcher", watch, (params, data)
   options = JaxSampler(config, compute_dtype=compute_dtype, matmul_precision=name)._options
   weights = sampler_weights.split_layers(params, options)
-  pages, ring = kv_cache.empty_pages(2, 32, options), ring_cache.empty(1, 2, 32, options)
-  prompt = (np.zeros(8, np.int32), scheduling.Slot((0,), 8))
-  chunk = next(scheduling.make_chunks([prompt], tokens=8, page=32, pages=2, table=1))
+  pages, ring = kv_cache.empty_pages((2,), 32, options), ring_cache.empty(1, 2, 32, options)
+  prompt = (np.zeros(8, np.int32), scheduling.Slot(((0,),), 8))
+  pools = [Pool(None, table=1, page=32, count=2)]
+  chunk = next(scheduling.make_chunks([prompt], tokens=8, pools=pools))
   prefill = jax.jit(lambda *a: decoding.prefill(*a, options))
   yield "prefill", prefill, (weights, pages, chunk)
-  rows = scheduling.make_rows([], 2, {}, group=8, table=1)
+  rows = scheduling.make_rows([], 2, {}, group=8, pools=pools)
   decode = jax.jit(lambda *a: decoding.decode(*a, options))
   yield "decode", decode, (weights, pages, ring, rows, jnp.int32(0))
   tokens = jnp.asarray([[1, 2, 3]])

@@ -55,11 +55,14 @@ def described(
     continuous_batching._empty_own, sizes.blocks, sizes.rows, sizes.columns, options
   )
   pages = continuous_batching._described(
-    continuous_batching._empty_pages, sizes.pages, sizes.page, options
+    continuous_batching._empty_pages,
+    continuous_batching._page_counts(options, sizes),
+    sizes.page,
+    options,
   )
-  layout = {"page": sizes.page, "pages": sizes.pages, "table": sizes.table}
-  prompt = [(np.zeros(1, np.int32), Slot(pages=(0,), length=1))]
-  chunk = next(scheduling.make_chunks(prompt, **layout, tokens=sizes.prefill))
+  pools = sizes.pools(config)
+  prompt = [(np.zeros(1, np.int32), Slot(pages=((0,),) * len(pools), length=1))]
+  chunk = next(scheduling.make_chunks(prompt, pools=pools, tokens=sizes.prefill))
   of_rows = scheduling.make_rows([], rows, {}, **continuous_batching._row_layout(options, sizes))
   state, leave_at = jax.tree.map(np.asarray, of_rows), np.int32(0)
   return Described(

@@ -22,6 +22,7 @@ from grpo_jax.engines import (
   sampling,
   scheduling,
 )
+from grpo_jax.engines.prompt_pages import Pool
 from grpo_jax.models.config import LayerKind, Rope
 from grpo_jax.models.products import Products
 from grpo_jax.types import FinishReason
@@ -221,7 +222,7 @@ def busy_session(sizes, requests, *, group=8):
 def test_a_prompt_is_kept_once_for_its_group():
   requests = tiny.groups([[1] * 100, [2] * 20], 8)
   busy, weights = busy_session(scheduling.unplanned(16, form="ring"), requests)
-  assert sorted(slot.pages for slot in busy._slots.values()) == [(0, 1), (2,)]
+  assert sorted(slot.pages for slot in busy._slots.values()) == [((0, 1),), ((2,),)]
   assert busy._prompts[0][0].shape == (4, 2, 64, 8)  # three pages for sixteen rows.
   own = busy._own[0][0]
   assert own.shape == (1, 16, 2, 8, 64)
@@ -456,8 +457,8 @@ def test_a_decode_step_updates_its_cache_in_place_and_copies_no_weights():
   wide = tiny.config(hidden_size=128, intermediate_size=512, num_layers=4)
   options = sampler_inputs.ProgramOptions(wide, Products(), 4)
   weights = sampler_weights.split_layers(tiny.params(wide), options)
-  prompts, own = kv_cache.empty_pages(16, 64, options), ring_cache.empty(2, 8, 64, options)
-  rows = scheduling.make_rows([], 8, {}, group=8, table=2)
+  prompts, own = kv_cache.empty_pages((16,), 64, options), ring_cache.empty(2, 8, 64, options)
+  rows = scheduling.make_rows([], 8, {}, group=8, pools=[Pool(None, table=2)])
   leaves, structure = jax.tree.flatten((weights, prompts, rows))
 
   def decode(leaves, own):

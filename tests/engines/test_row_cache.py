@@ -19,6 +19,7 @@ from grpo_jax.engines import (
   scheduling,
   sharing,
 )
+from grpo_jax.engines.prompt_pages import Pool
 from grpo_jax.learn import sharding
 from grpo_jax.models import leaves
 from grpo_jax.models.products import Products
@@ -26,6 +27,7 @@ from tests.engines import tiny
 
 ROWS = 8
 PAGES = {"table": 2, "page": 4, "pages": 6}
+POOLS = [Pool(None, table=2, page=4, count=6)]
 
 
 def primitives(jaxpr):
@@ -46,8 +48,8 @@ def of_step(form, has_filters):
     jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), leaves.tree(config)),
   )
   own = jax.eval_shape(lambda: cache_forms.of(options).empty(2, ROWS, 8, options))
-  pages = jax.eval_shape(lambda: kv_cache.empty_pages(6, 4, options))
-  rows = scheduling.make_rows([], ROWS, {}, group=4, form=form, **PAGES)
+  pages = jax.eval_shape(lambda: kv_cache.empty_pages((6,), 4, options))
+  rows = scheduling.make_rows([], ROWS, {}, group=4, form=form, pools=POOLS)
   numbers = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
 
   def step(weights, pages, own, tokens, lengths, rows):
@@ -68,10 +70,14 @@ def test_a_step_without_filters_asks_the_host_nothing():
 
 def test_each_page_lists_its_readers_and_each_row_its_places():
   active = [(b"a", 5), (b"b", 0), (b"a", 2)]
-  prompts = {b"a": ((3, 1), 6), b"b": ((4,), 4)}
+  prompts = {b"a": ((3, 1), 6, 0), b"b": ((4,), 4, 8)}
   made = sharing.readers(active, prompts, count=ROWS, group=2, **PAGES)
   assert made.rows[[3, 1, 4]].tolist() == [[5, 2], [5, 2], [0, 0]]
-  assert made.lengths.tolist() == [0, 2, 0, 4, 4, 0] and made.starts[[3, 1]].tolist() == [0, 4]
+  assert made.lengths.tolist() == [0, 2, 0, 4, 4, 0] and made.starts[[3, 1, 4]].tolist() == [
+    0,
+    4,
+    8,
+  ]
   assert made.places[[5, 2, 0, 1]].tolist() == [[6, 2], [7, 3], [8, -1], [-1, -1]]
   with pytest.raises(ValueError, match="2 rows read the same pages, which have room for 1"):
     sharing.readers(active, prompts, count=ROWS, group=1, **PAGES)
@@ -138,15 +144,16 @@ def of_a_step(window=None):
   rng = np.random.default_rng(0)
   asked, key, value = some(R, K, 3, E), some(R, K, E), 2 * some(R, K, E)
   own, pages = (some(R, K, C, E), 3 * some(R, K, C, E)), (some(5, K, PAGE, E), -some(5, K, PAGE, E))
-  rows = scheduling.make_rows([], R, {}, group=4, form="rows", table=2, page=PAGE, pages=5)
+  pools = [Pool(None, table=2, page=PAGE, count=5)]
+  rows = scheduling.make_rows([], R, {}, group=4, form="rows", pools=pools)
   tables = rng.integers(0, 5, (R, 2)).astype(np.int32)
   prompts = rng.integers(1, 2 * PAGE + 1, R).astype(np.int32)
-  rows = dataclasses.replace(rows, pages=tables, prompt_lengths=prompts)
+  of_rows = dataclasses.replace(rows.prompts[0], tables=sampler_inputs.Tables(tables, None))
   lengths = rng.integers(0, C, R).astype(np.int32)
   first = np.zeros(R, np.int32) if window is None else prompts + lengths - window + 1
   given = asked, (key, value), own, pages, tables, prompts, lengths, first
   wanted = InProducts.attend(*jax.tree.map(jnp.asarray, given))
-  return (asked, key, value, own, pages, rows, (np.int32(0), lengths)), wanted
+  return (asked, key, value, own, pages, of_rows, (np.int32(0), lengths, prompts)), wanted
 
 
 @pytest.mark.parametrize("window", [None, C + 1])
@@ -177,7 +184,7 @@ def test_on_a_mesh_the_kernel_needs_all_rows_of_the_cache(monkeypatch):
 def test_rows_that_move_are_the_same_on_a_mesh(mesh, form):
   options = dataclasses.replace(on_mesh(*mesh), form=form)
   one_device = dataclasses.replace(options, mesh=None, row_axes=(), head_axis=None)
-  rows = scheduling.make_rows([], R, {}, group=4, form=form, table=2, page=PAGE, pages=5)
+  rows = scheduling.make_rows([], R, {}, group=4, form=form, pools=[Pool(None, table=2)])
   moves = np.zeros_like(rows.moves)
   moves[:3] = [(7, 0), (5, 6), (0, 3)]  # the last takes what the first has brought.
   rows = dataclasses.replace(rows, moves=moves, num_moves=np.int32(3))

@@ -43,7 +43,7 @@ def test_caches_take_what_the_arrays_of_the_planned_sizes_take(model):
   )
   empty = lambda: (
     row_cache.empty(sizes.blocks, sizes.rows, sizes.columns, options),
-    kv_cache.empty_pages(sizes.pages, sizes.page, options),
+    kv_cache.empty_pages(tuple(pool.count for pool in sizes.pools(model)), sizes.page, options),
   )
   found = part().of(128, whole_caches=True)
   assert found.caches == bytes_of(jax.eval_shape(empty))

@@ -79,9 +79,14 @@ def prefill_on(shape):
   weights = sampler_weights.split_layers(tree, options)
   whole = np.zeros(TOKENS, np.int32)
   chunk = sampler_inputs.PrefillChunk(
-    whole, whole + 1, np.arange(TOKENS, dtype=np.int32), whole, whole[:4], np.zeros((), np.int32)
+    whole,
+    whole + 1,
+    np.arange(TOKENS, dtype=np.int32),
+    (whole,),
+    (sampler_inputs.Tables(whole[:4], None),),
+    np.zeros((), np.int32),
   )
-  cache = kv_cache.empty_pages(4, 16, options)
+  cache = kv_cache.empty_pages((4,), 16, options)
   compiled = (
     jax.jit(lambda *a: decoding.prefill(*a, options)).lower(weights, cache, chunk).compile()
   )

@@ -5,6 +5,7 @@ import pytest
 
 from grpo_jax.engines import scheduling, stopping
 from grpo_jax.engines.base import SamplingParams
+from grpo_jax.engines.prompt_pages import Pool
 from grpo_jax.types import FinishReason
 from tests.engines import tiny
 
@@ -56,30 +57,36 @@ def test_there_are_at_most_three_row_counts_up_to_the_limit(max_rows, sizes):
 
 
 def test_prompts_are_cut_into_chunks_and_only_the_last_is_padded():
-  slots = [scheduling.Slot((0, 1), 6), scheduling.Slot((4,), 3), scheduling.Slot((2,), 1)]
+  slots = [((0, 1), 6), ((4,), 3), ((2,), 1)]
+  slots = [scheduling.Slot((pages,), length) for pages, length in slots]
   prompts = [(np.arange(10 * i, 10 * i + slot.length), slot) for i, slot in enumerate(slots)]
-  chunks = [*scheduling.make_chunks(prompts, tokens=4, page=4, pages=9, table=3)]
+  pools = [Pool(None, table=3, page=4, count=9)]
+  chunks = [*scheduling.make_chunks(prompts, tokens=4, pools=pools)]
   of = lambda name: [getattr(chunk, name).tolist() for chunk in chunks]
   assert of("tokens") == [[0, 1, 2, 3], [4, 5, 10, 11], [12, 20, 0, 0]]
   assert of("segment_ids") == [[1, 1, 1, 1], [1, 1, 2, 2], [1, 2, 0, 0]]
   assert of("positions") == [[0, 1, 2, 3], [4, 5, 0, 1], [2, 0, 0, 0]]
-  assert of("pages") == [[0, 0, 0, 0], [1, 1, 4, 4], [4, 2, 9, 9]]
-  assert of("past_pages") == [[0, 1, 0], [0, 1, 0], [4, 0, 0]]
+  pages = [chunk.pages[0].tolist() for chunk in chunks]
+  assert pages == [[0, 0, 0, 0], [1, 1, 4, 4], [4, 2, 9, 9]]
+  past = [chunk.past_pages[0] for chunk in chunks]
+  assert [tables.pages.tolist() for tables in past] == [[0, 0, 0], [0, 0, 0], [4, 0, 0]]
+  assert {tables.starts for tables in past} == {None}
   assert of("past") == [0, 4, 2]
 
 
 def test_rows_of_one_prompt_form_tiles_and_others_do_not():
-  slots = {b"a": scheduling.Slot((3,), 1), b"b": scheduling.Slot((5,), 1)}
+  slots = {b"a": scheduling.Slot(((3,),), 1), b"b": scheduling.Slot(((5,),), 1)}
   active = [
     scheduling.RunningCompletion(tiny.request(row, [1, 2]), None, key.encode(), row=row)
     for row, key in enumerate("abaabaa")
   ]
-  tiles = scheduling.make_rows(active, 8, slots, group=4, table=1).shared
+  pools = [Pool(None, table=1)]
+  tiles = scheduling.make_rows(active, 8, slots, group=4, pools=pools).prompts[0].shared
   # Of the five rows of "a" four fill a tile; the fifth is alone; "b" has two.
   assert tiles.places.tolist() == [0, 4, 1, 2, 5, 3, -1, -1]
   assert tiles.rows[:2].tolist() == [[0, 2, 3, 5], [1, 4, 0, 0]]
   assert tiles.pages[:2, 0].tolist() == [3, 5] and tiles.lengths.tolist() == [1, 1, 0, 0]
-  alone = scheduling.make_rows(active, 8, slots, group=1, table=1)
+  alone = scheduling.make_rows(active, 8, slots, group=1, pools=pools).prompts[0]
   assert alone.shared.places.tolist() == [-1] * 8
 
 

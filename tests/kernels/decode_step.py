@@ -92,7 +92,7 @@ def compiled(machine: str, rows: int, layers: int, dtype: str = "bfloat16", **ch
       continuous_batching._described(make, *arguments, options)
       for make, arguments in (
         (continuous_batching._empty_own, (sizes.blocks, sizes.rows, sizes.columns)),
-        (continuous_batching._empty_pages, (sizes.pages, sizes.page)),
+        (continuous_batching._empty_pages, ((sizes.pages,), sizes.page)),
       )
     )
     state = scheduling.make_rows([], rows, {}, **continuous_batching._row_layout(options, sizes))
