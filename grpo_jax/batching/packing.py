@@ -43,7 +43,8 @@ class Cost:
 
   Attributes:
     place: Operations of the layers' products for one place of a row.
-    pair: Operations of attention for one pair of a query and a key.
+    pair: Operations of attention for one pair of a query and a key, in all layers.
+    windows: Windows of the layers, each with its share of the layers; None: all tokens are seen.
     loss_place: Operations of the head for one of the N places of a row.
     microbatch: Operations to which reading the weights and adding the gradients are equivalent;
       every microbatch costs them, whatever its shape.
@@ -53,6 +54,11 @@ class Cost:
   pair: float = 0.0
   loss_place: float = 0.0
   microbatch: float = 0.0
+  windows: tuple[tuple[int | None, float], ...] = ((None, 1.0),)
+
+  def pairs(self, pieces: Sequence[tuple[int, Sequence[int]]]) -> float:
+    """Returns the pairs in a row, on average over the layers; see `attended.pairs`."""
+    return sum(share * attended.pairs(pieces, window) for window, share in self.windows)
 
   def row_cost(self, row_tokens: int, loss_tokens: int) -> float:
     """Returns the operations of one row of a microbatch, whatever is in it: without attention."""
@@ -119,15 +125,15 @@ class Packed:
 
 def attention(groups: Sequence[Sizes], packed: Iterable[Packed], cost: Cost) -> float:
   """Returns the operations of attention in microbatches of these groups."""
-  return cost.pair * sum(_pairs_of_rows(groups, one.rows) for one in packed)
+  return cost.pair * sum(_pairs_of_rows(groups, one.rows, cost) for one in packed)
 
 
-def _pairs_of_rows(groups: Sequence[Sizes], rows: Iterable[Row]) -> int:
+def _pairs_of_rows(groups: Sequence[Sizes], rows: Iterable[Row], cost: Cost) -> float:
   def lengths(piece: Piece) -> tuple[int, list[int]]:
     group = groups[piece.group]
     return group.prompt, [group.completions[i] for i in piece.completions]
 
-  return sum(attended.pairs(map(lengths, row)) for row in rows)
+  return sum(cost.pairs([lengths(piece) for piece in row]) for row in rows)
 
 
 def pack(
@@ -278,7 +284,7 @@ class _Planner:
     rows = _rows(sample, shape.row_tokens, not self.pack)
     # The last row counts by its filled share: a step has many more groups than the sample.
     filled = len(rows) - 1 + _tokens(sample, rows[-1:]) / shape.row_tokens
-    attention = self.cost.pair * _pairs_of_rows(sample, rows)
+    attention = self.cost.pair * _pairs_of_rows(sample, rows, self.cost)
     return filled * self.cost.of(shape) / shape.rows + attention
 
   def _full(self, length: int, longest: int) -> Shape:

@@ -1,5 +1,7 @@
 """The number of operations of a model's gradients. Pure."""
 
+import collections
+
 from grpo_jax.batching.packing import Cost
 from grpo_jax.models.config import ModelConfig
 
@@ -31,4 +33,11 @@ def update_cost(config: ModelConfig, *, remat: str = "full") -> Cost:
     pair=_OF_ATTENTION[remat] * of_pair,
     loss_place=_OF_HEAD * 2.0 * config.vocab_size * width,
     microbatch=MICROBATCH_PLACES * place,
+    windows=shares_of_windows(config),
   )
+
+
+def shares_of_windows(config: ModelConfig) -> tuple[tuple[int | None, float], ...]:
+  """Returns the windows of the layers, each with its share of the layers."""
+  counts = collections.Counter(kind.window for kind in config.kinds)
+  return tuple((window, count / config.num_layers) for window, count in counts.items())

@@ -12,11 +12,12 @@ from collections.abc import Mapping
 
 import jax
 
-from grpo_jax.batching import attended, packing
+from grpo_jax.batching import packing
 from grpo_jax.building import arrays_in_memory
 from grpo_jax.config import batching_options
 from grpo_jax.config.options import Config
 from grpo_jax.engines.jax_sampler import JaxSampler
+from grpo_jax.learn.operations import shares_of_windows
 from grpo_jax.models import leaves
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.options import REMATS
@@ -129,6 +130,7 @@ def forward_cost(model: ModelConfig) -> packing.Cost:
     place=2.0 * weights_of_layers(model),
     pair=of_pair,
     loss_place=2.0 * model.vocab_size * model.hidden_size,
+    windows=shares_of_windows(model),
   )
 
 
@@ -215,11 +217,19 @@ def _bytes_of_row(token_bytes: Mapping[int | None, int], assumed: Lengths, group
   """
   found = 0.0
   for window, size in token_bytes.items():
-    prompt, end = assumed.prompt, assumed.completion
-    full = end if window is None else min(window, end)  # until then, tokens are read as they come.
-    own = full * (1 - full / (2 * end))
-    found += size * (own + (prompt if window is None else min(window, prompt)) / group)
+    own = _context(dataclasses.replace(assumed, prompt=0), window)
+    prompt = assumed.prompt if window is None else min(window, assumed.prompt)
+    found += size * (own + prompt / group)
   return found
+
+
+def _context(assumed: Lengths, window: int | None) -> float:
+  """Returns how many tokens a sampled one sees, on average."""
+  prompt, count = assumed.prompt, assumed.completion
+  if window is None:
+    return prompt + count / 2
+  grows = min(max(window - prompt, 0), count)  # tokens after which the window is full.
+  return (grows * (min(prompt, window) + grows / 2) + (count - grows) * window) / count
 
 
 def _sampling(run: PlannedRun, assumed: Lengths, hosts: int) -> list[PhaseWork]:
@@ -228,13 +238,13 @@ def _sampling(run: PlannedRun, assumed: Lengths, hosts: int) -> list[PhaseWork]:
   prompts, group = config.rollout.prompts_per_step, run.sizes["group_size"]
   rows, parts = run.sizes["max_rows"], run.sampler_mesh.size if run.sampler_mesh else 1
   cost = forward_cost(model)
-  pairs = attended.pairs([(assumed.prompt, ())])
+  pairs = cost.pairs([(assumed.prompt, ())])
   read = prompts * (cost.place * assumed.prompt + cost.pair * pairs)
   calls = math.ceil(prompts / hosts) * assumed.prompt / run.prefill
   of_weights = run.weights_read * math.ceil(calls)
   reading = PhaseWork("reading prompts", "reading prompts", calls, read, float(of_weights))
   completions = prompts * group
-  context = assumed.prompt + assumed.completion / 2
+  context = sum(share * _context(assumed, window) for window, share in cost.windows)
   token = cost.place + cost.loss_place + cost.pair * context
   steps = math.ceil(math.ceil(completions / hosts) / rows) * assumed.completion
   cached = rows * _bytes_of_row(run.cache_token, assumed, group) / parts

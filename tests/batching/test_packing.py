@@ -125,28 +125,37 @@ def test_pairs_by_hand():
   assert attended.pairs([(128, (128,) * 4)]) == (5 + 4) * tile
 
 
+@pytest.mark.parametrize("window", [None, 1, 130, 400])
 @pytest.mark.parametrize("seed", range(4))
-def test_pairs_are_those_of_the_tiles_of_the_mask(seed):
+def test_pairs_are_those_of_the_tiles_of_the_mask(seed, window):
   rng = np.random.default_rng(seed)
   pieces = [
     (int(rng.integers(1, 300)), tuple(rng.integers(0, 200, size=4).tolist())) for _ in range(3)
   ]
-  segments, branches = [], []
+  segments, branches, positions = [], [], []
   for number, piece in enumerate(pieces, start=1):
     for branch, count in enumerate((piece[0], *piece[1])):
       segments += [number] * count
       branches += [branch] * count
-  length = -(-len(segments) // 128) * 128
+      start = piece[0] if branch else 0
+      positions += range(start, start + count)
+  length = 26 * 128  # for all cases, so that they share programs.
   pad = lambda x: jnp.pad(jnp.asarray(x, jnp.int32), (0, length - len(x)))[None]
-  live, _ = visible.live_tiles(visible.visible(pad(segments), pad(branches)), 128, 128)
-  assert attended.pairs(pieces) == 128 * 128 * int(live.sum())
+  shown = {"positions": pad(positions), "window": window}
+  mask = np.asarray(visible.mask(visible.visible(pad(segments), pad(branches), **shown)))
+  tiles = mask.reshape(length // 128, 128, length // 128, 128).any((1, 3))
+  assert attended.pairs(pieces, window) == 128 * 128 * tiles.sum()
 
 
 def test_a_row_costs_the_pairs_that_its_pieces_see():
   groups = [Sizes(512, (512,) * 7)]
   [long] = packing.pack(groups, (Shape(1, 4096, 4096),), cost=Cost())
   found = packing.attention(groups, [long], Cost(pair=2.0))
-  assert found == 2.0 * attended.pairs([(512, (512,) * 7)])
+  pieces = [(512, (512,) * 7)]
+  assert found == 2.0 * attended.pairs(pieces)
+  sliding = Cost(pair=2.0, windows=((None, 0.25), (300, 0.75)))
+  wanted = attended.pairs(pieces) / 2 + 1.5 * attended.pairs(pieces, 300)
+  assert packing.attention(groups, [long], sliding) == wanted < found
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,15 @@ from grpo_jax.batching import attended, packing
 from grpo_jax.building import arrays_in_memory
 from grpo_jax.compilation.programs import CompilationError, CompileJob
 from grpo_jax.config import configuration
+from grpo_jax.learn import operations
 from grpo_jax.models import leaves
+from grpo_jax.models.config import LayerKind, ModelConfig
 from grpo_plan import compiling, plan_request, roofline, topologies, workload
 from grpo_plan.chips import CHIPS
 from grpo_plan.workload import Lengths, PhaseWork
 
 LENGTHS = Lengths(64, 128)
+TINY = ModelConfig("qwen2", 96, 32, 48, 4, 4, 2, 8)
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +52,18 @@ def test_a_forward_pass_has_two_operations_a_weight_and_four_a_pair_and_head(run
   assert cost.place == 2 * weights
   assert cost.pair == 4 * model.num_layers * heads
   assert cost.loss_place == 2 * model.vocab_size * width
+
+
+@pytest.mark.parametrize("window", [1, 50, 64, 100, 150, 192, 1000])
+def test_a_sampled_token_sees_its_window(window):
+  seen = [min(window, LENGTHS.prompt + n) for n in range(LENGTHS.completion)]
+  assert workload._context(LENGTHS, window) == pytest.approx(np.mean(seen), abs=0.51)
+  model = dataclasses.replace(TINY, layer_kinds=(LayerKind(window), *[LayerKind()] * 3))
+  cost, row = workload.forward_cost(model), [(300, (200, 200))]
+  whole = workload.forward_cost(TINY)
+  assert cost.pairs(row) == (attended.pairs(row, window) + 3 * attended.pairs(row)) / 4
+  assert cost.pairs(row) <= whole.pairs(row) == attended.pairs(row)
+  assert operations.update_cost(model).windows == cost.windows
 
 
 def test_sampling_has_all_completions_of_all_groups(run):
