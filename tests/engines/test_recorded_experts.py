@@ -7,13 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpo_jax.learn import sharding
 from grpo_jax.models import transformer
 from grpo_jax.models.mixture import Mixture
 from grpo_jax.models.products import FLOAT32
 from tests.engines import tiny, updates
 
 CONFIG = tiny.config("qwen3", num_layers=3, mixture=Mixture(8, 2, width=24, normalised=True))
-SHAPE = CONFIG.expert_shape
+pytestmark = pytest.mark.long
+
 PROMPTS = [[5, 9, 2, 33, 7, 12, 3], [4], [40, 41]]
 
 
@@ -78,14 +80,6 @@ def test_experts_are_those_of_the_weights_that_sampled_the_next_token():
   assert {0, 1, 2} in seen and any(0 not in versions for versions in seen)  # one began later.
 
 
-def test_nothing_is_recorded_unless_it_is_asked_for():
-  with tiny.sampler(CONFIG) as engine:
-    (plain,) = tiny.run(engine, [tiny.request("x", [1, 2])]).values()
-  with tiny.sampler(record_experts=True) as engine:  # a dense model.
-    (dense,) = tiny.run(engine, [tiny.request("x", [1, 2])]).values()
-  assert plain.experts is plain.prompt_experts is dense.experts is dense.prompt_experts is None
-
-
 def mismatch(config, **settings) -> dict[str, float]:
   """Mean |logprob of the sampler - of the trainer| of all sampled tokens, by what is replayed."""
   tree, requests = tiny.params(config), tiny.groups(PROMPTS * 2, 6, max_tokens=24)
@@ -94,10 +88,10 @@ def mismatch(config, **settings) -> dict[str, float]:
   differences = {"own": [], "replayed": []}
   for request in requests:
     generation = found[request.request_id]
+    assert (generation.experts is None) == (config.mixture is None)  # a dense model has none.
     for name, values in differences.items():
-      experts = None
-      if config.mixture is not None and name == "replayed":
-        experts = record_of(generation)
+      is_replayed = config.mixture is not None and name == "replayed"
+      experts = record_of(generation) if is_replayed else None
       logprobs, _ = trained(config, tree, request.prompt_ids, generation, experts)
       values.append(np.abs(logprobs - generation.logprobs))
   return {name: float(np.concatenate(values).mean()) for name, values in differences.items()}
@@ -109,3 +103,19 @@ def test_with_replay_a_mixture_is_as_close_as_a_dense_model():
   of_dense, of_mixture = mismatch(dense, **settings), mismatch(CONFIG, **settings)
   assert of_mixture["replayed"] < 1.5 * of_dense["own"]
   assert of_mixture["own"] > 2 * of_mixture["replayed"]
+
+
+def test_on_a_mesh_the_record_is_that_of_one_device():
+  requests = tiny.groups(PROMPTS, 3, max_tokens=6)
+  mesh = sharding.make_mesh(data=2, fsdp=1, expert=2, tensor=2)
+  tree = tiny.params(CONFIG)
+  shardings = sharding.param_shardings(transformer.logical_axes(CONFIG), mesh, shapes=tree)
+  found = []
+  for params in (tree, jax.device_put(tree, shardings)):
+    with tiny.sampler(CONFIG, record_experts=True) as engine:
+      engine.load_weights(params, version=2)
+      found.append(tiny.run(engine, requests))
+  for request in requests:
+    one, many = (generations[request.request_id] for generations in found)
+    np.testing.assert_array_equal(one.token_ids, many.token_ids)
+    np.testing.assert_array_equal(record_of(one), record_of(many))

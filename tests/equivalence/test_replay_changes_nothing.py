@@ -96,7 +96,7 @@ def test_only_the_policy_replays():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{"data": 2, "expert": 2, "tensor": 2}], ids=str)
 def test_devices_change_nothing_of_replay(sizes):
   groups, advantages = recorded(0.8)
   shapes = {"shapes": (packing.Shape(8, 64, 64),), "skip_zero_advantage": False}
