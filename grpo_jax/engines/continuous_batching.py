@@ -20,6 +20,7 @@ from grpo_jax.engines import (
   decoding,
   kv_cache,
   ring_cache,
+  sampled_experts,
   sampler_inputs,
   sampler_weights,
   scheduling,
@@ -28,7 +29,9 @@ from grpo_jax.engines import (
 )
 from grpo_jax.engines.base import Generation, GenerationRequest, SamplingParams
 from grpo_jax.engines.prompt_pages import Pool
-from grpo_jax.engines.scheduling import PromptExperts, RunningCompletion, SamplerSizes, Slot
+from grpo_jax.engines.sampled_experts import PromptExperts
+from grpo_jax.engines.sampler_sizes import SamplerSizes
+from grpo_jax.engines.scheduling import RunningCompletion, Slot
 from grpo_jax.errors import ExpectedFailure
 
 _ANY_REQUEST = GenerationRequest("", np.zeros(1, np.int32), SamplingParams(1), 0)
@@ -208,8 +211,7 @@ class ContinuousBatcher:
     self._rows = 0
     self._own: kv_cache.Cache = []
     self._prompts: kv_cache.Cache = []
-    # Prompts that were read, and the experts of their tokens, on the devices.
-    self._unfetched: list[tuple[list[tuple[PromptExperts, int]], list[Any]]] = []
+    self._readings = sampled_experts.Readings()
 
   @property
   def is_idle(self) -> bool:
@@ -450,7 +452,7 @@ class ContinuousBatcher:
       found.append(experts)
     if self.options.experts is not None:
       read = [(slot.experts, len(ids)) for ids, slot in prompts if slot.experts is not None]
-      self._unfetched.append((read, found))
+      self._readings.add(read, found)
     return sum(len(ids) for ids, _ in prompts)
 
   def _begin_records(self, prompts: list[tuple[np.ndarray, Slot]]) -> None:
@@ -462,15 +464,6 @@ class ContinuousBatcher:
     if shape is not None:
       for ids, slot in prompts:
         slot.experts = PromptExperts(shape, None if len(ids) else shape.unknown(0))
-
-  def _fetch_records(self) -> None:
-    """Fetches the experts of the prompts that were read."""
-    unfetched, self._unfetched = self._unfetched, []
-    for prompts, experts in unfetched:
-      found = np.concatenate([np.asarray(each) for each in experts])
-      ends = np.cumsum([tokens for _, tokens in prompts])
-      for (record, _), own in zip(prompts, np.split(found, ends), strict=False):
-        record.read = own.copy()  # the padding behind the last prompt is not kept.
 
   def _decode_chunk(
     self, weights: sampler_weights.SamplerWeights
@@ -495,7 +488,7 @@ class ContinuousBatcher:
     self._own, *found = self._programs.decode(
       weights, self._prompts, self._own, rows, np.int32(stop_at), options=options
     )
-    self._fetch_records()
+    self._readings.fetch()
     sampled, logprobs, experts = (None if each is None else np.asarray(each) for each in found)
     assert sampled is not None and logprobs is not None
     steps = int((sampled >= 0).sum(axis=1).max())

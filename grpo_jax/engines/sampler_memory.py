@@ -1,6 +1,6 @@
 """The memory that the embedded sampler takes, and how many rows fit. Pure.
 
-The caches are those that `scheduling.planned` plans. What a program needs besides is arithmetic,
+The caches are those that `sampler_sizes.planned` plans. What a program needs besides is arithmetic,
 each term at its largest: a run chooses its rows by it before anything is compiled.
 """
 
@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_jax.engines import kv_cache, row_cache, scheduling
+from grpo_jax.engines import kv_cache, row_cache, sampler_sizes
 from grpo_jax.engines.options import USUAL_ROWS
 from grpo_jax.engines.sampler_inputs import ProgramOptions
 from grpo_jax.models.config import ModelConfig
@@ -64,7 +64,7 @@ class SamplerPart:
     """
     sizes = self.sizes
     of_token = kv_cache.token_bytes(ProgramOptions(self.model, self.products, chunk=1))
-    planned = scheduling.planned(
+    planned = sampler_sizes.planned(
       rows,
       prompt_tokens=sizes["prompt_tokens"],
       completion_tokens=sizes["completion_tokens"],
@@ -115,11 +115,11 @@ def sizes_for(
   *,
   long_prompts: int | None,
   whole_caches: bool,
-) -> scheduling.SamplerSizes:
+) -> sampler_sizes.SamplerSizes:
   """Returns the sizes of the caches: fixed if the longest prompt and completion are planned."""
   if prompt_tokens is None or completion_tokens is None:
-    return scheduling.unplanned(max_rows, form=options.form)
-  return scheduling.planned(
+    return sampler_sizes.unplanned(max_rows, form=options.form)
+  return sampler_sizes.planned(
     max_rows,
     prompt_tokens=prompt_tokens,
     completion_tokens=completion_tokens,

@@ -14,7 +14,8 @@ from grpo_jax.engines import (
   scheduling,
   weight_sync,
 )
-from grpo_jax.engines.scheduling import SamplerSizes, Slot
+from grpo_jax.engines.sampler_sizes import SamplerSizes
+from grpo_jax.engines.scheduling import Slot
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 

@@ -18,6 +18,7 @@ from grpo_jax.engines import (
   kv_cache,
   ring_cache,
   sampler_inputs,
+  sampler_sizes,
   sampler_weights,
   sampling,
   scheduling,
@@ -221,7 +222,7 @@ def busy_session(sizes, requests, *, group=8):
 @pytest.mark.long
 def test_a_prompt_is_kept_once_for_its_group():
   requests = tiny.groups([[1] * 100, [2] * 20], 8)
-  busy, weights = busy_session(scheduling.unplanned(16, form="ring"), requests)
+  busy, weights = busy_session(sampler_sizes.unplanned(16, form="ring"), requests)
   assert sorted(slot.pages for slot in busy._slots.values()) == [((0, 1),), ((2,),)]
   assert busy._prompts[0][0].shape == (4, 2, 64, 8)  # three pages for sixteen rows.
   own = busy._own[0][0]

@@ -6,7 +6,7 @@ import configs.base
 from configs import gsm8k, math_1b, quickstart
 from grpo_jax.config import run_options
 from grpo_jax.config.configuration import typed
-from grpo_jax.engines import scheduling
+from grpo_jax.engines import sampler_sizes, scheduling
 from grpo_jax.engines.options import USUAL_ROWS
 
 
@@ -16,7 +16,7 @@ def planned(config):
   assert sizes.pop("has_filters") in (True, False)
   group, long_prompts = sizes.pop("group_size"), sizes.pop("long_prompts")
   of_groups = -(-rows // group)
-  return scheduling.planned(
+  return sampler_sizes.planned(
     rows, **sizes, long_prompts=long_prompts or of_groups, token_bytes={None: 46080}, form="ring"
   )
 
@@ -59,10 +59,10 @@ def test_evaluations_and_conversations_are_planned_for():
 @pytest.mark.parametrize("form", ["ring", "rows"])
 def test_caches_are_planned_within_four_gib_and_hold_the_longest_prompt(form):
   limits = {"prompt_tokens": 3000, "completion_tokens": 5000, "long_prompts": 64}
-  small = scheduling.planned(64, **limits, token_bytes={None: 256}, form=form)
+  small = sampler_sizes.planned(64, **limits, token_bytes={None: 256}, form=form)
   assert small.blocks * small.columns >= 5000 and small.pages == 64 * small.table
-  large = scheduling.planned(64, **limits, token_bytes={None: 46080}, form=form)
+  large = sampler_sizes.planned(64, **limits, token_bytes={None: 46080}, form=form)
   assert large.rows * large.blocks * large.columns * 46080 <= 4.2 * 2**30
   assert large.pages * large.page * 46080 <= 4 * 2**30
-  huge = scheduling.planned(64, **limits, token_bytes={None: 1 << 26}, form=form)
+  huge = sampler_sizes.planned(64, **limits, token_bytes={None: 1 << 26}, form=form)
   assert huge.pages == huge.table and huge.table * huge.page >= 2999

@@ -5,7 +5,13 @@ import dataclasses
 import jax
 import pytest
 
-from grpo_jax.engines import kv_cache, row_cache, sampler_inputs, sampler_memory, scheduling
+from grpo_jax.engines import (
+  kv_cache,
+  row_cache,
+  sampler_inputs,
+  sampler_memory,
+  sampler_sizes,
+)
 from grpo_jax.engines.options import USUAL_ROWS
 from grpo_jax.models.config import LayerKind, ModelConfig
 from grpo_jax.models.products import Products
@@ -33,7 +39,7 @@ def test_caches_take_what_the_arrays_of_the_planned_sizes_take(model):
     model, Products("bfloat16"), LENGTHS, **devices
   )
   options = sampler_inputs.ProgramOptions(model, Products("bfloat16"), chunk=1)
-  sizes = scheduling.planned(
+  sizes = sampler_sizes.planned(
     128,
     prompt_tokens=200,
     completion_tokens=300,
@@ -67,7 +73,7 @@ def test_all_rows_that_are_wanted_if_they_fit_else_a_power_of_two(wanted):
 
 def test_the_longest_completion_that_four_gib_hold_counts_windows():
   limits = {"prompt_tokens": 30, "completion_tokens": 1 << 20, "long_prompts": 64, "form": "rows"}
-  columns = lambda sizes: scheduling.planned(64, **limits, token_bytes=sizes).columns
+  columns = lambda sizes: sampler_sizes.planned(64, **limits, token_bytes=sizes).columns
   room = (4 << 30) // 64
   assert columns({None: 1 << 12}) == room >> 12
   assert columns({None: 1 << 12, 1024: 7 << 12}) == (room >> 12) - 7 * 1024
@@ -77,7 +83,7 @@ def test_the_longest_completion_that_four_gib_hold_counts_windows():
 def test_whole_caches_are_not_bounded_by_four_gib():
   limits = {"prompt_tokens": 3000, "completion_tokens": 5000, "long_prompts": 64}
   settings = {**limits, "token_bytes": {None: 46080}, "form": "rows"}
-  whole = scheduling.planned(512, **settings, whole_caches=True)
+  whole = sampler_sizes.planned(512, **settings, whole_caches=True)
   assert whole.blocks * whole.columns >= 5000 and whole.pages == 64 * whole.table
-  bounded = scheduling.planned(512, **settings)
+  bounded = sampler_sizes.planned(512, **settings)
   assert bounded.blocks * bounded.columns < 5000 and bounded.pages < whole.pages

@@ -14,8 +14,8 @@ from grpo_jax.engines import (
   decoding,
   kv_cache,
   sampler_inputs,
+  sampler_sizes,
   sampler_weights,
-  scheduling,
   weight_sync,
 )
 from grpo_jax.engines.jax_sampler import JaxSampler
@@ -111,7 +111,7 @@ def test_of_a_prefill_only_what_attends_moves_over_the_axes_of_rows(shape):
   assert of_places and max(math.prod(a.shape) for a in of_places) <= most
 
 
-SIZES = scheduling.SamplerSizes(
+SIZES = sampler_sizes.SamplerSizes(
   16, prefill=TOKENS, page=16, columns=16, blocks=2, table=3, pages=12, is_planned=True
 )
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.engines import continuous_batching, scheduling
+from grpo_jax.engines import continuous_batching, sampler_sizes
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.learn import sharding
 from grpo_jax.models import leaves, quantized, transformer
@@ -277,7 +277,7 @@ def test_on_a_mesh_an_update_in_flight_gives_the_tokens_of_one_device(shape):
     np.testing.assert_allclose(got[name].logprobs, generation.logprobs, atol=1e-5)
 
 
-SIZES = scheduling.SamplerSizes(
+SIZES = sampler_sizes.SamplerSizes(
   16, prefill=48, page=16, columns=16, blocks=2, table=3, pages=12, is_planned=True
 )
 

@@ -14,6 +14,7 @@ from grpo_jax.engines import (
   continuous_batching,
   kv_cache,
   sampler_inputs,
+  sampler_sizes,
   sampler_weights,
   scheduling,
   weight_sync,
@@ -78,7 +79,7 @@ def compiled(machine: str, rows: int, layers: int, dtype: str = "bfloat16", **ch
     options = sampler_inputs.ProgramOptions(config, Products(dtype), 16, group=GROUP, **settings)
     params = _params(config, devices, dtype)
     options = weight_sync._with_sharding(options, params)
-    sizes = scheduling.planned(
+    sizes = sampler_sizes.planned(
       rows,
       prompt_tokens=PROMPT + 1,
       completion_tokens=COMPLETION,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from grpo_kernels import rounding
 
-from grpo_jax.engines import decoding, scheduling
+from grpo_jax.engines import decoding, sampler_sizes
 from grpo_jax.learn import sharding, token_scores
 from grpo_jax.models import transformer
 from grpo_jax.models.products import Products
@@ -100,7 +100,7 @@ def test_no_rounding_of_a_sampling_program_can_be_left_out(shape):
   params = transformer.init(jax.random.key(0), config)
   axes = transformer.logical_axes(config)
   params = jax.device_put(params, sharding.param_shardings(axes, mesh, shapes=params))
-  sizes = scheduling.SamplerSizes(8, prefill=16, page=8, columns=8, blocks=2, table=2, pages=4)
+  sizes = sampler_sizes.SamplerSizes(8, prefill=16, page=8, columns=8, blocks=2, table=2, pages=4)
   given = described.described(config, params, rows=8, sizes=sizes, dtype="bfloat16")
   for program in ("prefill", "decode"):
     function = functools.partial(getattr(decoding, program), options=given.options)

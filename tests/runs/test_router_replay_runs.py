@@ -7,6 +7,7 @@ from test_ahead_runs import StopWhen, assert_same_end, reported, start
 
 from grpo_jax.building.router_replay import MissingExperts
 from grpo_jax.config.configuration import ConfigError
+from grpo_jax.engines import sampled_experts
 from grpo_jax.models import tiny
 
 pytestmark = [pytest.mark.usefixtures("one_device"), pytest.mark.long]
@@ -89,8 +90,6 @@ def test_replay_without_experts_is_refused_before_the_update(settings, tmp_path)
 
 
 def test_an_engine_without_records_is_refused(settings, tmp_path, monkeypatch):
-  from grpo_jax.engines.scheduling import RunningCompletion
-
-  monkeypatch.setattr(RunningCompletion, "_experts", lambda self: {})
+  monkeypatch.setattr(sampled_experts, "of_completion", lambda *_: {})
   with pytest.raises(MissingExperts, match="attempt 0 of prompt .*has no experts"):
     start(settings, tmp_path / "run")

@@ -335,7 +335,7 @@ def test_both_mesh_sizes_open_make_a_replica_of_each_node(model, tmp_path, monke
 def test_the_sampler_is_planned_for_the_target_and_not_for_this_machine(run, monkeypatch):
   monkeypatch.setattr(implementations, "chip_of", lambda device: Chip("tpu", "TPU v5 lite"))
   on_tpu = programs.described(run.config, run.model, run.mesh)
-  assert (run.prefill, on_tpu.prefill) == (160, 1024)  # see `scheduling.unplanned`.
+  assert (run.prefill, on_tpu.prefill) == (160, 1024)  # see `sampler_sizes.unplanned`.
 
 
 def test_work_grows_with_the_assumed_lengths(run):

@@ -1,0 +1,136 @@
+"""The sizes of the sampler's caches and of its calls, for which programs are compiled. Pure."""
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from grpo_jax.engines import kv_cache, prompt_pages, sampler_inputs
+from grpo_jax.engines.prompt_pages import Pool
+from grpo_jax.models.config import ModelConfig
+
+_CACHE_BYTES = 4 << 30
+_PIECE = 128  # more tokens mean more padding, fewer mean more reading of prompts.
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerSizes:
+  """The sizes of the caches and of a call, for which programs are compiled.
+
+  Attributes:
+    rows: Rows of the ring: the largest number of completions at the same time.
+    prefill: Tokens of prompts that are computed at once.
+    page: Tokens of a page.
+    columns: Columns of a block of the ring.
+    blocks: Blocks of the ring; 0: as many as the requests need.
+    table: Pages of the longest prompt; 0: as many as the requests need.
+    pages: Pages of all prompts, in layers without a window; 0: as many as the requests need.
+    prompts: Prompts of the largest length that find room at the same time; 0: one for each row.
+    is_planned: Whether prompts wait for pages instead of more pages being made.
+    at_once: Pages read by one round of a loop; None: all pages of a prompt.
+  """
+
+  rows: int
+  prefill: int
+  page: int
+  columns: int
+  blocks: int = 0
+  table: int = 0
+  pages: int = 0
+  prompts: int = 0
+  is_planned: bool = False
+  at_once: int | None = 1
+
+  @property
+  def piece(self) -> int:
+    """Tokens of a piece of a completion that is read again; see `sampler_inputs.Pieces`."""
+    return math.gcd(self.prefill, _PIECE)
+
+  def pools(self, config: ModelConfig) -> tuple[Pool, ...]:
+    """Returns the pages of the layers of each window.
+
+    Of a window there are as many as its layers keep of `prompts` prompts, and one for each row.
+    """
+    return tuple(self.pool(window) for window in kv_cache.windows(config))
+
+  def pool(self, window: int | None) -> Pool:
+    """Returns the pages of the layers of a window; see `pools`."""
+    if window is None:
+      return Pool(None, self.table, self.page, self.pages)
+    table = prompt_pages.table_of(window, self.table, self.page)
+    count = max((self.prompts or self.rows) * table, self.rows)
+    return Pool(window, table, self.page, min(count, self.pages))
+
+  def applied(self, options: sampler_inputs.ProgramOptions) -> sampler_inputs.ProgramOptions:
+    return dataclasses.replace(options, pages_at_once=self.at_once or self.table)
+
+
+def unplanned(rows: int, *, form: str) -> SamplerSizes:
+  """Returns sizes that follow the requests.
+
+  Args:
+    rows: Largest number of completions at the same time.
+    form: Form of the cache. Loops over short blocks of a ring are cheap. In the other form the
+      queries of a page's readers are gathered, so pages are long.
+  """
+  if form == "ring":
+    return SamplerSizes(rows, prefill=160, page=64, columns=64)
+  return SamplerSizes(rows, prefill=1024, page=256, columns=64, at_once=None)
+
+
+def planned(
+  rows: int,
+  *,
+  prompt_tokens: int,
+  completion_tokens: int,
+  long_prompts: int,
+  token_bytes: Mapping[int | None, int],
+  form: str,
+  whole_caches: bool = False,
+) -> SamplerSizes:
+  """Returns sizes for all requests within the limits, with caches of at most 4 GiB each.
+
+  A ring that needs more starts with 4 GiB and grows when completions need it. If pages need more,
+  there are fewer of them and more prompts wait.
+
+  Args:
+    rows: Largest number of completions at the same time.
+    prompt_tokens: Tokens of the longest prompt.
+    completion_tokens: Tokens of the longest completion.
+    long_prompts: Number of prompts of the largest length that find room at the same time; others
+      wait. There is at least one page for each row.
+    token_bytes: Bytes of the keys and values of a token, by the window of the layers.
+    form: Form of the cache; see `unplanned`.
+    whole_caches: Whether caches may be larger than that, because their memory was counted before.
+  """
+  sizes, step = unplanned(rows, form=form), 16 if form == "ring" else 64
+  page = min(sizes.page, -(-max(prompt_tokens - 1, 1) // step) * step)
+  table = -(-max(prompt_tokens - 1, 1) // page)
+  longest, pages = completion_tokens, max(long_prompts * table, rows)
+  made = dataclasses.replace(sizes, page=page, table=table, prompts=long_prompts)
+  if not whole_caches:
+    longest = min(longest, max(_fitting_tokens(_CACHE_BYTES // rows, token_bytes), sizes.columns))
+    pages = _fitting_pages(dataclasses.replace(made, pages=pages), token_bytes)
+  columns = -(-longest // step) * step
+  columns = min(sizes.columns, columns) if form == "ring" else columns
+  blocks, pages = -(-longest // columns), max(pages, table)
+  return dataclasses.replace(made, columns=columns, blocks=blocks, pages=pages, is_planned=True)
+
+
+def _fitting_tokens(room: int, token_bytes: Mapping[int | None, int]) -> int:
+  """Returns how many tokens of a row fit; a layer with a window keeps as many as it has."""
+  kept = lambda count: sum(
+    size * min(count, window or count) for window, size in token_bytes.items()
+  )
+  return bisect.bisect_right(range(1 << 31), room, key=kept) - 1
+
+
+def _fitting_pages(wanted: SamplerSizes, token_bytes: Mapping[int | None, int]) -> int:
+  """Returns how many of the wanted pages fit."""
+
+  def taken(pages):
+    sizes = dataclasses.replace(wanted, pages=pages)
+    return sum(size * sizes.pool(window).count for window, size in token_bytes.items())
+
+  counts = range(wanted.pages + 1)
+  return bisect.bisect_right(counts, _CACHE_BYTES // wanted.page, key=taken) - 1
