@@ -19,6 +19,7 @@ from grpo_jax.models import (
   qwen3_moe,
   seed_oss,
   smollm3,
+  unsupported,
 )
 from grpo_jax.models.errors import ModelError
 from grpo_jax.models.fields import Fields, short
@@ -282,10 +283,8 @@ def _family(fields: Fields) -> Any:
   if not architectures and model_type in FAMILIES_BY_NAME:
     return FAMILIES_BY_NAME[model_type]
   asked = architectures[0] if architectures else model_type
-  raise ModelError(
-    f"{fields.where}: architecture {short(asked)} is not supported;"
-    f" supported are {sorted([*FAMILIES, *multimodal.ARCHITECTURES])}"
-  )
+  reason = unsupported.reason(asked, [*FAMILIES, *multimodal.ARCHITECTURES])
+  raise ModelError(f"{fields.where}: architecture {short(asked)} {reason}")
 
 
 def _head_dim(fields: Fields, width: int, heads: int) -> int:
@@ -302,18 +301,18 @@ def _head_dim(fields: Fields, width: int, heads: int) -> int:
 
 def _refuse_unsupported(fields: Fields, family: Any) -> None:
   """Raises ModelError for options of config.json that would silently change the computation."""
-  unsupported = []
+  refused = []
   if fields.string("hidden_act") not in (None, *ACTIVATIONS):
     asked, known = short(fields.get("hidden_act")), ", ".join(ACTIVATIONS)
-    unsupported.append(f"hidden_act={asked} (supported: {known})")
+    refused.append(f"hidden_act={asked} (supported: {known})")
   if fields.get("quantization_config"):
-    unsupported.append("quantization_config (supported: plain float32, bfloat16, float16 weights)")
+    refused.append("quantization_config (supported: plain float32, bfloat16, float16 weights)")
   has_experts = fields.get("num_experts") or fields.get("num_local_experts")
   if has_experts and family not in _WITH_EXPERTS:
     known = ", ".join(each.ARCHITECTURE for each in _WITH_EXPERTS)
-    unsupported.append(f"mixture of experts (supported in {known})")
-  if unsupported:
-    raise ModelError(f"{fields.where} has unsupported options: " + "; ".join(unsupported))
+    refused.append(f"mixture of experts (supported in {known})")
+  if refused:
+    raise ModelError(f"{fields.where} has unsupported options: " + "; ".join(refused))
 
 
 # The largest accepted value: far above every published model, but small enough to list.

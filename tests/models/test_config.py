@@ -8,10 +8,11 @@ import re
 import numpy as np
 import pytest
 import transformers
+from transformers.models.auto import modeling_auto
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from grpo_jax.models import config as model_config
-from grpo_jax.models import rotary
+from grpo_jax.models import rotary, unsupported
 from grpo_jax.models.errors import ModelError
 
 LLAMA = {
@@ -284,3 +285,24 @@ def test_to_hf_refuses_two_lengths_of_windows():
   kinds = (model_config.LayerKind(3), model_config.LayerKind(4))
   with pytest.raises(ValueError, match=r"one sliding_window, but the layers have \[3, 4\]"):
     model_config.to_hf(dataclasses.replace(config, layer_kinds=kinds))
+
+
+@pytest.mark.parametrize("architecture", unsupported.ARCHITECTURES)
+def test_known_architectures_are_refused_with_what_is_missing(architecture):
+  """Each is one of transformers', so that a misspelt name is found, and none of ours."""
+  assert architecture not in model_config.FAMILIES
+  groups = (getattr(modeling_auto, name) for name in dir(modeling_auto) if name.endswith("_NAMES"))
+  assert any(architecture in group.values() for group in groups)
+  with pytest.raises(ModelError, match=f"{architecture}' is not supported: grpo_jax lacks .*Llama"):
+    model_config.from_hf({**LLAMA, "architectures": [architecture]})
+
+
+def test_what_is_missing_is_said_once_and_of_every_other_name_nothing():
+  reason = unsupported.reason("NewForCausalLM", ["B", "A"])
+  assert reason == "is not supported; supported are ['A', 'B']"
+  for architecture, words in {
+    "Qwen3_5ForCausalLM": "gated delta net",
+    "DeepseekV3ForCausalLM": "latent attention",
+    "GptOssForCausalLM": "MXFP4",
+  }.items():
+    assert words in unsupported.reason(architecture, [])
