@@ -28,6 +28,22 @@ _LLAMA3 = {
   "max_position_embeddings": 131072,
   "vocab_size": 128256,
 }
+_GEMMA3 = {
+  "architectures": ["Gemma3ForCausalLM"],
+  "max_position_embeddings": 131072,
+  "vocab_size": 262208,
+  "head_dim": 256,
+  "sliding_window": 1024,
+  "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
+# 270m and 1b, of text alone.
+_GEMMA3_TEXT = {
+  **_GEMMA3,
+  "max_position_embeddings": 32768,
+  "vocab_size": 262144,
+  "sliding_window": 512,
+  "rope_scaling": None,
+}
 _SMOL = {
   "architectures": ["LlamaForCausalLM"],
   "vocab_size": 49152,
@@ -53,7 +69,8 @@ def _sized(
 
 _TIED, _UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 
-# As in their config.json on the hub; the sizes of "-Instruct" models are those of the base.
+# As in their config.json on the hub; the sizes of "-Instruct", "-it" and "-pt" models are
+# those of the base, those of models of images and text are of the text model.
 SHAPES: dict[str, dict[str, Any]] = {
   "SmolLM2-135M": _sized(_SMOL, 576, 1536, 30, (9, 3), rope_theta=1e5),
   "SmolLM2-360M": _sized(_SMOL, 960, 2560, 32, (15, 5), rope_theta=1e5),
@@ -66,6 +83,13 @@ SHAPES: dict[str, dict[str, Any]] = {
   "Qwen3-1.7B": _sized(_QWEN3, 2048, 6144, 28, (16, 8), **_TIED),
   "Qwen3-4B": _sized(_QWEN3, 2560, 9728, 36, (32, 8), **_TIED),
   "Qwen3-8B": _sized(_QWEN3, 4096, 12288, 36, (32, 8), **_UNTIED),
+  "Gemma-3-270m": _sized(_GEMMA3_TEXT, 640, 2048, 18, (4, 1)),
+  "Gemma-3-1b": _sized(_GEMMA3_TEXT, 1152, 6912, 26, (4, 1)),
+  "Gemma-3-4b": _sized(_GEMMA3, 2560, 10240, 34, (8, 4)),
+  "Gemma-3-12b": _sized(_GEMMA3, 3840, 15360, 48, (16, 8)),
+  "Gemma-3-27b": _sized(
+    _GEMMA3, 5376, 21504, 62, (32, 16), head_dim=128, query_pre_attn_scalar=168
+  ),
   "Llama-3.2-1B": _sized(_LLAMA3, 2048, 8192, 16, (32, 8), **_TIED, head_dim=64),
   "Llama-3.1-8B": _sized(_LLAMA3, 4096, 14336, 32, (32, 8), **_UNTIED),
 }
@@ -77,7 +101,9 @@ def known(path: str) -> str | None:
   Args:
     path: Name on the hub, such as "Qwen/Qwen2.5-1.5B-Instruct", or a name in `SHAPES`.
   """
-  name = path.rpartition("/")[2].removesuffix("-Instruct")
+  name = path.rpartition("/")[2]
+  for ending in ("-Instruct", "-it", "-pt"):
+    name = name.removesuffix(ending)
   by_small = {each.lower(): each for each in SHAPES}
   return by_small.get(name.lower())
 

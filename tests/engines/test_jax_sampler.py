@@ -101,10 +101,16 @@ def test_bfloat16_compute_stays_near_float32_and_repeats_itself():
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-  ("product_dtype", "form"), [(None, "ring"), ("float32", "ring"), (None, "rows")]
+  ("family", "product_dtype", "form"),
+  [
+    ("qwen2", None, "ring"),
+    ("qwen2", "float32", "ring"),
+    ("qwen2", None, "rows"),
+    ("gemma3_text", None, "ring"),
+  ],
 )
-def test_in_bfloat16_sampler_and_trainer_round_at_the_same_places(product_dtype, form):
-  model_config = tiny.config("qwen2")
+def test_in_bfloat16_sampler_and_trainer_round_at_the_same_places(family, product_dtype, form):
+  model_config = tiny.config(family)
   tree = tiny.params(model_config)
   dtypes = {"compute_dtype": "bfloat16", "product_dtype": product_dtype}
   engine = sampler(model_config, form=form, **dtypes)

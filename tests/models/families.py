@@ -37,6 +37,7 @@ class Family:
 
 
 CLASSES = {
+  "gemma3_text": Family(transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
   "llama": Family(transformers.LlamaConfig, transformers.LlamaForCausalLM),
   "qwen2": Family(transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
   "qwen3": Family(transformers.Qwen3Config, transformers.Qwen3ForCausalLM),

@@ -22,10 +22,13 @@ TOKENS = tiny.tokens((2, 17))
 RANK, ALPHA = 3, 5.0
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "smollm3"])
+@pytest.fixture(scope="module", params=["gemma3_text", "llama", "qwen2", "qwen3", "smollm3"])
 def base(request, tmp_path_factory):
   """The name of a family, and ours of a random model."""
-  options = {"pad_token_id": 0, "no_rope_layer_interval": 2} if request.param == "smollm3" else {}
+  options = {
+    "gemma3_text": {"sliding_window": 5, "sliding_window_pattern": 2, "query_pre_attn_scalar": 21},
+    "smollm3": {"pad_token_id": 0, "no_rope_layer_interval": 2},
+  }.get(request.param, {})
   make = lambda: tiny.hf_model(request.param, **options)
   return make, tiny.saved(make(), tmp_path_factory.mktemp(request.param))
 

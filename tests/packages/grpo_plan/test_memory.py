@@ -63,6 +63,11 @@ def test_shapes_are_those_of_the_models():
     "Qwen3-1.7B": 1.72,
     "Qwen3-4B": 4.02,
     "Qwen3-8B": 8.19,
+    "Gemma-3-270m": 0.27,
+    "Gemma-3-1b": 1.0,
+    "Gemma-3-4b": 3.88,
+    "Gemma-3-12b": 11.77,
+    "Gemma-3-27b": 27.01,
     "Llama-3.2-1B": 1.24,
     "Llama-3.1-8B": 8.03,
   }
