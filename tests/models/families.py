@@ -53,6 +53,54 @@ CLASSES = {
 
 # Name of a case → family, and what differs from `SIZES`.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+  "llama-llama3": (
+    "llama",
+    {
+      "head_dim": 16,
+      "tie_word_embeddings": True,
+      "rope_parameters": {
+        **YARN,
+        "rope_type": "llama3",
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+      },
+    },
+  ),
+  "llama-longrope-biases": (
+    "llama",
+    {
+      "attention_bias": True,
+      "mlp_bias": True,
+      "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 300.0,
+        "short_factor": [1.3, 2.1],
+        "long_factor": [4.0, 5.0],
+        "original_max_position_embeddings": 32,
+      },
+    },
+  ),
+  "qwen2-late-windows": (
+    "qwen2",
+    {
+      "use_sliding_window": True,
+      "sliding_window": 7,
+      "num_hidden_layers": 3,
+      "max_window_layers": 1,
+      "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 3.0},
+    },
+  ),
+  "qwen3-mixed-windows": (
+    "qwen3",
+    {
+      "head_dim": 6,
+      "attention_bias": True,
+      "use_sliding_window": True,
+      "sliding_window": 5,
+      "layer_types": [SLIDING, FULL],
+    },
+  ),
+  "smollm3": ("smollm3", {"pad_token_id": 0, "no_rope_layer_interval": 2}),
   "mistral-window": ("mistral", {"sliding_window": 5, "head_dim": 10}),
   "mistral-no-window": (
     "mistral",
