@@ -1,9 +1,9 @@
 """Groups of rollouts ↔ JSON, bit for bit: how a checkpoint holds groups not yet learned from. Pure.
 
-Arrays are written as base64 of their little-endian bytes: about 18 characters a token, and with the
-experts of a mixture 4/3 characters for each choice. Parts of a
-prompt that only sampling and scoring need are left out: its messages, its tools, its stop strings,
-and its `info`, which may hold anything, except for the expected answer.
+Arrays are written as base64 of their little-endian bytes: about 18 characters a token. The experts
+of a mixture, hundreds of bytes a token, stay bytes, which a checkpoint keeps beside the JSON. Parts
+of a prompt that only sampling and scoring need are left out: its messages, its tools, its stop
+strings, and its `info`, which may hold anything, except for the expected answer.
 """
 
 import base64
@@ -37,7 +37,10 @@ def without_info(group: RolloutGroup) -> RolloutGroup:
 
 
 def encode(group: RolloutGroup) -> dict[str, Any]:
-  """Returns the group as strict JSON; NaN and infinity become strings."""
+  """Returns the group as strict JSON, but for the bytes of experts.
+
+  NaN and infinity become strings.
+  """
   prompt = group.prompt
   return {
     "prompt_id": prompt.prompt_id,
@@ -134,9 +137,8 @@ def _experts(name: str, experts: np.ndarray | None) -> dict[str, Any]:
   if experts is None:
     return {}
   dtype = expert_bytes.FORMS[experts.dtype.itemsize]
-  return {
-    name: {"shape": list(experts.shape[1:]), "dtype": dtype, "values": _packed(experts, dtype)}
-  }
+  values = np.ascontiguousarray(experts, dtype).tobytes()
+  return {name: {"shape": list(experts.shape[1:]), "dtype": dtype, "values": values}}
 
 
 def _read_experts(record: Mapping[str, Any] | None) -> np.ndarray | None:
@@ -144,7 +146,7 @@ def _read_experts(record: Mapping[str, Any] | None) -> np.ndarray | None:
   if record is None:
     return None
   layers, chosen = record["shape"]
-  return _unpacked(record["values"], record["dtype"]).reshape(-1, layers, chosen)
+  return np.frombuffer(record["values"], record["dtype"]).reshape(-1, layers, chosen).copy()
 
 
 def _packed(values: np.ndarray, dtype: str) -> str:

@@ -9,7 +9,13 @@ from typing import Any, TypeVar
 import jax
 
 from grpo_jax import processes
-from grpo_jax.run_folder import orbax_noise, state_leaves, stored_arrays, stored_leaves
+from grpo_jax.run_folder import (
+  attached_bytes,
+  orbax_noise,
+  state_leaves,
+  stored_arrays,
+  stored_leaves,
+)
 from grpo_jax.run_folder.checkpoint_errors import CheckpointError
 from grpo_jax.run_folder.step_folders import Folders
 
@@ -51,10 +57,12 @@ def restored(
     info = _readable(lambda: folders.info(step))
     if info.step != step:
       raise stored_leaves.UnusableCheckpoint(f"it holds step {info.step}: the folder was renamed")
-    state = _read(folders, arrays, info, like)
-    if refuse and (reason := refuse(state, info.extra)):
+    state, extra = _read(folders, arrays, info, like), info.extra
+    if attached_bytes.is_in(extra):
+      extra = attached_bytes.put_back(extra, _readable(lambda: folders.attached(step)))
+    if refuse and (reason := refuse(state, extra)):
       raise stored_leaves.UnusableCheckpoint(reason)
-    return state, info.extra
+    return state, extra
 
   return _alike(read, what=f"the arrays of step {step}")
 

@@ -7,6 +7,7 @@ name; at a URL, once it has a manifest (`url_steps`):
       step_00000020/
         state/          the arrays, written by Orbax; one entry a leaf of the state
         info.json       step, metrics, the caller's extra, shape and dtype of every leaf
+        attached.bin    the bytes of the caller's extra, if it has any
         manifest.json   size and BLAKE2b digest of every other file
       tmp_step_00000030/  a save in progress, or the remains of a killed one
 
@@ -34,6 +35,7 @@ from typing import Any, TypeVar
 
 from grpo_jax import processes
 from grpo_jax.run_folder import (
+  attached_bytes,
   checkpoint_reading,
   orbax_noise,
   state_leaves,
@@ -115,7 +117,7 @@ class Checkpoints:
     return max(self._folders.steps(), default=None)
 
   def newest_extra(self) -> Mapping[str, Any] | None:
-    """Returns the `extra` of the newest complete step whose info.json can be read.
+    """Returns the `extra` of the newest complete step whose info.json can be read, without bytes.
 
     The main process reads it; None if there is no such step.
     """
@@ -144,7 +146,8 @@ class Checkpoints:
     Args:
       step: Number of optimizer batches done; names the checkpoint.
       state: Tree of JAX or NumPy arrays.
-      extra: Other state that a resumed run needs, as JSON: the data cursor, the config.
+      extra: Other state that a resumed run needs, as JSON that may hold bytes: the data cursor, the
+        config.
       metrics: Metrics measured at this step; `best_metric` names the one that ranks the checkpoint.
 
     Returns:
@@ -171,10 +174,11 @@ class Checkpoints:
       name: stored_arrays.to_write(state_leaves.raw(leaf))
       for name, leaf in state_leaves.named_leaves(state).items()
     }
+    extra_json, attached = attached_bytes.taken_out({**self._facts, **extra})
     info = {
       "step": step,
       "metrics": dict(metrics),
-      "extra": {**self._facts, **extra},
+      "extra": extra_json,
       "leaves": {name: [list(x.shape), str(x.dtype)] for name, x in leaves.items()},
     }
     text = json.dumps(info, indent=1)  # now: the caller may change `extra` during the save.
@@ -185,7 +189,8 @@ class Checkpoints:
     begun = lambda: self._thread.submit(self._arrays.begin, temporary / "state", leaves)
     writing: list[stored_arrays.Writing] = []
     try:
-      processes.together(lambda: self._make_place(step, text, num_bytes), what=what)
+      make_place = lambda: self._make_place(step, text, attached, num_bytes)
+      processes.together(make_place, what=what)
       processes.together(lambda: writing.append(begun().result()), what=what)
     except (OSError, ValueError, processes.OtherProcessError) as error:
       self._remove(step, writing)
@@ -301,7 +306,7 @@ class Checkpoints:
   def _path(self, step: int) -> Any:
     return self._folders.path(step)
 
-  def _make_place(self, step: int, info: str, num_bytes: int) -> None:
+  def _make_place(self, step: int, info: str, attached: bytes, num_bytes: int) -> None:
     """Makes the folder of a save, on the main process."""
     if not processes.is_main():
       return
@@ -310,7 +315,7 @@ class Checkpoints:
         f"{self._path(step)} already exists and is not from this run: continue that run with"
         " restore_latest, or choose another folder"
       )
-    self._folders.begin(step, info, num_bytes)
+    self._folders.begin(step, info, attached, num_bytes)
 
   def _commit(self, step: int, writing: stored_arrays.Writing, began: float) -> None:
     """Completes a save: manifest, final name, retention. Runs in the background thread.

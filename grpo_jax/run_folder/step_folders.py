@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from grpo_jax.files import atomic, manifest
-from grpo_jax.run_folder import stored_leaves, stored_steps
+from grpo_jax.run_folder import attached_bytes, stored_leaves, stored_steps
 
 
 @runtime_checkable
@@ -52,8 +52,23 @@ class Folders(Protocol):
     """Returns the metrics that were measured at a checkpoint; empty if its info.json is damaged."""
     ...
 
-  def begin(self, step: int, info: str, num_bytes: int) -> None:
+  def attached(self, step: int) -> bytes:
+    """Reads the attached.bin of a complete checkpoint; see `attached_bytes`.
+
+    Raises:
+      UnusableCheckpoint: The file is missing.
+      OSError, CheckpointError: The file cannot be read.
+    """
+    ...
+
+  def begin(self, step: int, info: str, attached: bytes, num_bytes: int) -> None:
     """Makes an empty folder for the arrays of a checkpoint, beside its info.json.
+
+    Args:
+      step: Step of the checkpoint.
+      info: Content of info.json.
+      attached: Content of attached.bin; b"": there is no such file.
+      num_bytes: Size of the arrays.
 
     Raises:
       OSError: The folder cannot be made, or `num_bytes` do not fit.
@@ -131,10 +146,18 @@ class OnDisk:
   def metrics(self, step: int) -> dict[str, float]:
     return stored_steps.metrics(self.path(step))
 
-  def begin(self, step: int, info: str, num_bytes: int) -> None:
+  def attached(self, step: int) -> bytes:
+    file = self.path(step) / attached_bytes.FILE
+    if not file.exists():
+      raise stored_leaves.UnusableCheckpoint(f"{file.name} is missing")
+    return file.read_bytes()
+
+  def begin(self, step: int, info: str, attached: bytes, num_bytes: int) -> None:
     temporary = self.unfinished(step)
-    _make_room(temporary, num_bytes)
+    _make_room(temporary, num_bytes + len(attached))
     (temporary / "info.json").write_text(info)
+    if attached:
+      (temporary / attached_bytes.FILE).write_bytes(attached)
     (temporary / "state").mkdir()
 
   def sizes(self, step: int) -> dict[str, int]:

@@ -15,7 +15,7 @@ import fsspec.config
 from etils import epath
 
 from grpo_jax.files import manifest, remote
-from grpo_jax.run_folder import stored_leaves, stored_steps
+from grpo_jax.run_folder import attached_bytes, stored_leaves, stored_steps
 from grpo_jax.run_folder.checkpoint_errors import CheckpointError
 from grpo_jax.values import json_text
 
@@ -70,11 +70,20 @@ class AtUrl:
   def metrics(self, step: int) -> dict[str, float]:
     return stored_steps.metrics_in(self._info(step) or b"")
 
-  def begin(self, step: int, info: str, num_bytes: int) -> None:
+  def attached(self, step: int) -> bytes:
+    with _one_kind():
+      content = self._place.read(f"{_name(step)}/{attached_bytes.FILE}")
+    if content is None:
+      raise stored_leaves.UnusableCheckpoint(f"{attached_bytes.FILE} is missing")
+    return content
+
+  def begin(self, step: int, info: str, attached: bytes, num_bytes: int) -> None:
     del num_bytes
     self._check()
     self._remove(step)
     self._place.write(f"{_name(step)}/info.json", info.encode())
+    if attached:
+      self._place.write(f"{_name(step)}/{attached_bytes.FILE}", attached)
     if self._place.is_disk:
       (self.path(step) / "state").mkdir()
 

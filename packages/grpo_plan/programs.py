@@ -15,7 +15,7 @@ import numpy as np
 from grpo_kernels.attention import Attention
 from jax.sharding import Mesh
 
-from grpo_jax.building import computation, memory_choices, weights_spec
+from grpo_jax.building import computation, memory_choices, router_replay, weights_spec
 from grpo_jax.building.arrays_in_memory import PROGRAMS, Arrays, bytes_of_device, held_by
 from grpo_jax.building.memory_choices import Choices
 from grpo_jax.compilation.programs import CompileJob
@@ -230,6 +230,7 @@ def _with_sampler(run: PlannedRun) -> PlannedRun:
     matmul_precision=config.model.matmul_precision,
     attention=Attention(config.model.attention),
     unmerged=lora_options.is_unmerged(config),
+    **router_replay.engine_options(config, run.model),
     **sizes,
   )
   is_spread = local_weights.is_spread(params)

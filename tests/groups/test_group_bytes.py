@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.groups import group_bytes, group_json
+from grpo_jax.run_folder import attached_bytes
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup, Turn
 
 ODD_NAN = struct.unpack("<d", struct.pack("<Q", 0x7FF8_0000_DEAD_BEEF))[0]
@@ -141,15 +142,20 @@ def test_a_token_takes_eight_bytes():
   assert len(data) < 8 * 8000 + 8 * 500
 
 
+def stored(group: RolloutGroup):
+  """Returns a group's record as a checkpoint holds it: JSON, and bytes beside it."""
+  record, data = attached_bytes.taken_out(group_json.encode(group))
+  return attached_bytes.put_back(json.loads(json.dumps(record)), data)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "int16"])
 def test_a_checkpoint_holds_the_experts_bit_for_bit(dtype):
   groups, _ = made(experts=dtype)
   for group in (groups[2], groups[5], groups[0]):
-    sent = json.loads(json.dumps(group_json.encode(group)))
-    back = group_json.decode(sent)
+    back = group_json.decode(stored(group))
     assert bits(back.prompt_experts) == bits(group.prompt_experts)
     assert [bits(r.experts) for r in back.rollouts] == [bits(r.experts) for r in group.rollouts]
-  sent = json.loads(json.dumps(group_json.encode(groups[2])))
+  sent = stored(groups[2])
   sent["prompt_experts"]["shape"] = [3, 1]
   with pytest.raises(ValueError, match="6 prompt_experts for 3 tokens"):
     group_json.decode(sent)

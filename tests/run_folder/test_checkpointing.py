@@ -21,12 +21,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.files import manifest
 from grpo_jax.run_folder import (
+  attached_bytes,
   checkpoint_errors,
   checkpointing,
   orbax_noise,
   step_folders,
   stored_steps,
 )
+from grpo_jax.run_folder.stored_leaves import UnusableCheckpoint
 from grpo_jax.types import TrainState
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -634,7 +636,7 @@ def test_late_writes_of_a_failed_save_print_no_traceback(hook, monkeypatch):
 
 def test_a_lock_that_another_process_removes_meanwhile_does_not_fail_a_save(tmp_path, monkeypatch):
   folders = step_folders.OnDisk(tmp_path)
-  folders.begin(1, "{}", 1)
+  folders.begin(1, "{}", b"", 1)
   lock = folders.unfinished(1) / "state" / "manifest.ocdbt.__lock"
   lock.touch()
   is_file = pathlib.Path.is_file
@@ -647,3 +649,30 @@ def test_a_lock_that_another_process_removes_meanwhile_does_not_fail_a_save(tmp_
 
   monkeypatch.setattr(pathlib.Path, "is_file", seen_last)
   assert folders.sizes(1) == {"info.json": 2} and not lock.exists()
+
+
+def test_bytes_of_the_callers_state_lie_beside_the_json(tmp_path):
+  extra = {"groups": [[3, {"values": b"\0\xff" * 40}], [4, {"values": b""}]], "cursor": 7}
+  with checkpointing.open(tmp_path, keep_last=None) as checkpoints:
+    checkpoints.save(1, make_state(1), {"cursor": 6})
+    checkpoints.save(2, make_state(2), extra)
+  assert not (tmp_path / "step_00000001" / "attached.bin").exists()
+  folder = tmp_path / "step_00000002"
+  assert (folder / "attached.bin").read_bytes() == b"\0\xff" * 40
+  assert "attached.bin" in json.loads((folder / manifest.NAME).read_text())["files"]
+  with checkpointing.open(tmp_path, keep_last=None) as checkpoints:
+    _, found = checkpoints.restore_latest(make_state(0))
+    assert {name: found[name] for name in extra} == extra
+  with pytest.raises(checkpoint_errors.CheckpointError):  # 1 is intact, 2 lacks its bytes.
+    shutil.rmtree(tmp_path / "step_00000001")
+    (folder / "attached.bin").write_bytes(b"short")
+    with checkpointing.open(tmp_path, keep_last=None) as checkpoints:
+      checkpoints.restore_latest(make_state(0))
+
+
+def test_places_of_bytes_are_checked():
+  record, data = attached_bytes.taken_out({"a": b"12", "b": [b"345"]})
+  assert data == b"12345" and attached_bytes.put_back(record, data) == {"a": b"12", "b": [b"345"]}
+  for place in ([2, 4], [-1, 2], [0, -1], ["x", 1], [1], None):
+    with pytest.raises(UnusableCheckpoint):
+      attached_bytes.put_back({"attached bytes": place}, data)
