@@ -17,7 +17,7 @@ from grpo_jax.config import lora_options
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.config.options import Config
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.models import adapter_files, leaves, loading, lora, parameter_reading
+from grpo_jax.models import adapter_files, leaves, loading, lora, parameter_reading, quantized
 from grpo_jax.run_folder.checkpointing import Checkpoints
 
 _log = logging.getLogger(__name__)
@@ -39,12 +39,14 @@ def check(config: Config, model: loading.ModelFacts) -> None:
 
   Raises:
     ConfigError: The rank is larger than the smaller size of all kernels with an adapter, or the
-      adapter of `model.lora.path` is of another model.
+      adapter of `model.lora.path` is of another model, or the model has experts that the options
+      would change or quantise.
   """
   options = lora_options.load(config)
   if options is None:
     return
   of_layer = leaves.layer(model.config)
+  _check_experts(options, model)
   sizes = {name: of_layer[name].shape for name in lora.targets(options.targets)}
   small = {name: shape for name, shape in sizes.items() if min(shape) < options.rank}
   shown = ", ".join(f"{name} {i} × {o}" for name, (i, o) in small.items())
@@ -61,6 +63,23 @@ def check(config: Config, model: loading.ModelFacts) -> None:
       adapter_files.look(_path(config), model.config)
     except ValueError as error:
       raise ConfigError(f"model.lora.path: {error}") from error
+
+
+def _check_experts(options: lora.AdapterOptions, model: loading.ModelFacts) -> None:
+  """Raises ConfigError if experts would get adapters or be quantised."""
+  if model.config.mixture is None:
+    return
+  of_layer = leaves.layer(model.config)
+  if absent := [name for name in lora.targets(options.targets) if name not in of_layer]:
+    raise ConfigError(
+      f"model.lora.targets has {', '.join(absent)}, but {model.directory} has experts in their"
+      " place, whose adapters are not supported: set model.lora.targets=('q', 'k', 'v', 'o')"
+    )
+  if options.base_dtype in quantized.FORMATS:
+    raise ConfigError(
+      f"model.lora.base_dtype={options.base_dtype!r} needs a model without experts, because experts"
+      f" are not quantised ({model.directory}): set model.lora.base_dtype='bfloat16'"
+    )
 
 
 def check_prompts(config: Config, tokenizer: data.Tokenizer, folder: pathlib.Path) -> None:

@@ -38,6 +38,7 @@ from grpo_jax.learn import adapters, operations, policy, sharding, token_scores,
 from grpo_jax.learn.update_memory import Replica, UpdateMemory
 from grpo_jax.models import lora
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.mixture import Mixture
 from grpo_jax.models.options import REMATS
 from grpo_jax.models.products import Products
 from grpo_jax.models.quantized import Int8, Nf4
@@ -232,7 +233,8 @@ def _shape(made: computation.Computation, remat: str) -> Shape:
 def _replica(made: computation.Computation) -> Replica:
   """Returns what a device computes of an update."""
   config, mesh = made.config, made.mesh
-  local = _local(made.model, mesh.shape["tensor"])
+  experts = mesh.shape.get("expert", 1)
+  local = _local(made.model, mesh.shape["tensor"], experts)
   adapter = lora_options.load(config)
   placed = weights_spec.shardings_of(local, mesh)
   full = weights_spec.described_weights(local, placed, dtype=made.read.dtype)
@@ -248,17 +250,29 @@ def _replica(made: computation.Computation) -> Replica:
     platform=current_chip().platform,
     gradients=bytes_of_device(trained),
     trains_head=adapter is None,
+    expert_parts=experts,
   )
 
 
-def _local(model: ModelConfig, tensor: int) -> ModelConfig:
-  """Returns the sizes of a model as one device has them; what is not divisible stays whole."""
+def _local(model: ModelConfig, tensor: int, experts: int = 1) -> ModelConfig:
+  """Returns the sizes of a model as one device has them; what is not divisible stays whole.
+
+  A device computes the experts of tokens of all devices with which it shares them: for each of its
+  own tokens it has room for all choices of as many.
+  """
   divided = lambda size: size // tensor if size % tensor == 0 else size
   heads, kv_heads = divided(model.num_heads), divided(model.num_kv_heads)
   if heads % kv_heads:
     heads, kv_heads = model.num_heads, model.num_kv_heads
+  mixture = model.mixture
+  if mixture is not None:
+    chosen = min(experts * mixture.experts_per_token, mixture.num_experts)
+    shared = None if mixture.shared_width is None else divided(mixture.shared_width)
+    width = divided(mixture.width)
+    mixture = Mixture(mixture.num_experts, chosen, width, mixture.normalised, shared)
   return dataclasses.replace(
     model,
+    mixture=mixture,
     num_heads=heads,
     num_kv_heads=kv_heads,
     intermediate_size=divided(model.intermediate_size),

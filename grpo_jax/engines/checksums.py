@@ -8,6 +8,7 @@ tensors were exchanged, unless another server has the same version.
 """
 
 import dataclasses
+import re
 from collections.abc import Collection, Mapping
 
 # Checksum of each tensor of a server: by its name there, and by the number of the device.
@@ -22,6 +23,8 @@ _FUSED = {
   **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
   **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
 }
+# The tensors of experts: SGLang has gate and up, and down, of all experts of a layer in one each.
+_EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 _DTYPES = {"half": "float16", "float": "float32"}  # other names that SGLang takes.
 _AGAIN = "see what it logged about the load, and start it again"
 
@@ -168,4 +171,6 @@ def _named(found: list[str], of: Collection[str], what: str) -> str | None:
 
 def _at_server(name: str) -> str:
   """Returns the name of the tensor of a server that a tensor of the files belongs to."""
+  if expert := _EXPERT.search(name):
+    return f"{name[: expert.start()]}.experts.{'w2' if expert[1] == 'down' else 'w13'}_weight"
   return ".".join(_FUSED.get(part, part) for part in name.split("."))

@@ -109,11 +109,12 @@ def _squared_norm_of_base(kernels: dict[str, Any]) -> Array:
 def read_dtypes(options: lora.AdapterOptions) -> dict[str, Any]:
   """Returns the dtypes of the base by kinds of leaves, as `loading.load` takes them.
 
-  With a quantised base, embedding and head are bfloat16. Norms and biases are always float32.
+  With a quantised base, embedding and head are bfloat16. Norms, biases and routers are always
+  float32.
   """
   form = quantized.FORMATS.get(options.base_dtype)
   dtype = jnp.dtype(options.base_dtype if form is None else jnp.bfloat16)
-  return {"kernel": form or dtype, "embedding": dtype, "head": dtype}
+  return {"kernel": form or dtype, "embedding": dtype, "head": dtype, "experts": dtype}
 
 
 def _described(model: ModelConfig, mesh: Mesh, options: lora.AdapterOptions) -> Any:

@@ -1,8 +1,10 @@
 """The number of operations of a model's gradients. Pure."""
 
 import collections
+import math
 
 from grpo_jax.batching.packing import Cost
+from grpo_jax.models import leaves
 from grpo_jax.models.config import ModelConfig
 
 # Reading every weight and writing every gradient takes as long as the products of this many places;
@@ -24,15 +26,16 @@ def update_cost(config: ModelConfig, *, remat: str = "full") -> Cost:
     remat: Activations that the backward pass recomputes; see `transformer.Transformer`.
   """
   width, head = config.hidden_size, config.head_dim
-  of_attention = 2 * width * head * (config.num_heads + config.num_kv_heads)
-  weights = config.num_layers * (of_attention + 3 * width * config.intermediate_size)
+  weights = config.num_layers * leaves.used_by_token(config)
+  layer = leaves.layer(config).values()
+  every = config.num_layers * sum(math.prod(x.shape) for x in layer if len(x.shape) > 1)
   of_pair = 4.0 * config.num_layers * config.num_heads * head
   place = _OF_LAYERS[remat] * 2.0 * weights
   return Cost(
     place=place,
     pair=_OF_ATTENTION[remat] * of_pair,
     loss_place=_OF_HEAD * 2.0 * config.vocab_size * width,
-    microbatch=MICROBATCH_PLACES * place,
+    microbatch=MICROBATCH_PLACES * _OF_LAYERS[remat] * 2.0 * every,
     windows=shares_of_windows(config),
   )
 

@@ -68,6 +68,8 @@ class Replica:
     attention: Choice of attention.
     platform: Platform of the device: "cpu", "gpu" or "tpu".
     gradients: Bytes of the gradients of what is trained of the layers, as the device has them.
+    expert_parts: Number of parts into which the mesh splits experts. The model has all of them, and
+      as many for each token as the device computes for one of its own.
     trains_head: Whether the head is trained.
   """
 
@@ -79,6 +81,7 @@ class Replica:
   platform: str = "gpu"
   gradients: int = 0
   trains_head: bool = True
+  expert_parts: int = 1
 
   def with_shape(self, shape: Shape) -> "Replica":
     """Returns the same part of an update of other microbatches."""
@@ -120,7 +123,9 @@ def _layer(replica: Replica, remat: str) -> int:
   size, width = replica.products.compute_dtype.itemsize, replica.model.hidden_size
   recomputed = 0 if remat == "none" else replica.kept_of_layer
   cotangents = replica.kept_of_layer // 2 + 2 * _FLOAT32 * replica.shape.places * width
-  weights = sum(math.prod(leaf.shape) for leaf in leaves.layer(replica.model).values())
+  parts = lambda leaf: replica.expert_parts if leaf.kind == "experts" else 1
+  of_layer = leaves.layer(replica.model).values()
+  weights = sum(math.prod(leaf.shape) // parts(leaf) for leaf in of_layer)
   # The weights of this layer and of the next one, and the gradient of this layer's.
   return recomputed + cotangents + (2 * size + _FLOAT32) * weights
 

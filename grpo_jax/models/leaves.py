@@ -4,6 +4,7 @@ The module, its initialiser, the sharding rules, and the readers and writers of 
 """
 
 import dataclasses
+import math
 
 from grpo_jax.models.config import FAMILIES_BY_NAME, ModelConfig
 from grpo_jax.models.mixture import Mixture
@@ -119,6 +120,15 @@ def _of_mixture(mixture: Mixture, width: int) -> dict[str, Leaf]:
     leaves |= {name: leaf(name, "kernel", mlp=mixture.shared_width) for name in SHARED}
     leaves[SWITCH] = leaf(SWITCH, "kernel")
   return leaves
+
+
+def used_by_token(config: ModelConfig) -> int:
+  """Returns how many weights of one layer's matrices a token is multiplied with."""
+  found, chosen = 0, config.mixture.experts_per_token if config.mixture else 0
+  for leaf in layer(config).values():
+    shape = (chosen, *leaf.shape[1:]) if leaf.kind == "experts" else leaf.shape
+    found += math.prod(shape) if len(shape) > 1 else 0
+  return found
 
 
 def top(config: ModelConfig) -> dict[str, Leaf]:

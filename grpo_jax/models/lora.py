@@ -98,9 +98,15 @@ def _is_match(pattern: str, kernel: str) -> bool:
 
 
 def tree(config: ModelConfig, options: AdapterOptions) -> dict[str, dict[str, Leaf]]:
-  """Returns shapes and logical axes of an adapter; the axis of the rank is never split."""
+  """Returns shapes and logical axes of an adapter; the axis of the rank is never split.
+
+  Raises:
+    ValueError: A target is a kernel of an MLP, and the model has experts in its place.
+  """
   of_layer, found = leaves.layer(config), {}
   for kernel in targets(options.targets):
+    if kernel not in of_layer:
+      raise ValueError(f"{config.family} has experts in place of {kernel}: they have no adapters")
     (i, o), (inner, outer) = of_layer[kernel].shape, of_layer[kernel].axes
     layers, r = config.num_layers, options.rank
     found[kernel] = {

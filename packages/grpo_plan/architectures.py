@@ -21,6 +21,14 @@ _QWEN3 = {
   "vocab_size": 151936,
   "head_dim": 128,
 }
+_QWEN3_MOE = {
+  **_QWEN3,
+  "architectures": ["Qwen3MoeForCausalLM"],
+  "num_experts": 128,
+  "num_experts_per_tok": 8,
+  "norm_topk_prob": True,
+  "tie_word_embeddings": False,
+}
 _LLAMA3 = {
   "architectures": ["LlamaForCausalLM"],
   "rope_theta": 5e5,
@@ -90,6 +98,8 @@ SHAPES: dict[str, dict[str, Any]] = {
   "Gemma-3-27b": _sized(
     _GEMMA3, 5376, 21504, 62, (32, 16), head_dim=128, query_pre_attn_scalar=168
   ),
+  "Qwen3-30B-A3B": _sized(_QWEN3_MOE, 2048, 6144, 48, (32, 4), moe_intermediate_size=768),
+  "Qwen3-235B-A22B": _sized(_QWEN3_MOE, 4096, 12288, 94, (64, 4), moe_intermediate_size=1536),
   "Llama-3.2-1B": _sized(_LLAMA3, 2048, 8192, 16, (32, 8), **_TIED, head_dim=64),
   "Llama-3.1-8B": _sized(_LLAMA3, 4096, 14336, 32, (32, 8), **_UNTIED),
 }

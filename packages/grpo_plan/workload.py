@@ -127,7 +127,7 @@ def forward_cost(model: ModelConfig) -> packing.Cost:
   """Returns the operations of one forward pass."""
   of_pair = 4.0 * model.num_layers * model.num_heads * model.head_dim
   return packing.Cost(
-    place=2.0 * weights_of_layers(model),
+    place=2.0 * model.num_layers * leaves.used_by_token(model),
     pair=of_pair,
     loss_place=2.0 * model.vocab_size * model.hidden_size,
     windows=shares_of_windows(model),
@@ -183,7 +183,8 @@ def update_cost(run: PlannedRun) -> packing.Cost:
   cost = run.made.cost
   if run.made.composition is None:
     return cost
-  of_layers, of_head = (2.0 * n for n in (weights_of_layers(run.model), _weights_of_head(run)))
+  used = run.model.num_layers * leaves.used_by_token(run.model)
+  of_layers, of_head = (2.0 * n for n in (used, _weights_of_head(run)))
   adapter = 2.0 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(run.made.state.params))
   of_adapter = cost.place / of_layers * adapter
   return dataclasses.replace(
@@ -200,9 +201,12 @@ def _scorings(run: PlannedRun) -> int:
 
 def _gathered(run: PlannedRun) -> float:
   """Returns the bytes of the weights in the compute dtype, as one device gathers them."""
-  parts = run.mesh.shape["tensor"]
+  parts, experts = run.mesh.shape["tensor"], run.mesh.shape.get("expert", 1)
   size = 2 if run.config.model.compute_dtype == "bfloat16" else 4
-  return size * (weights_of_layers(run.model) + _weights_of_head(run)) / parts
+  layers = leaves.tree(run.model)["layers"].values()
+  of_experts = sum(math.prod(leaf.shape) for leaf in layers if leaf.kind == "experts")
+  own = weights_of_layers(run.model) - of_experts + of_experts / experts
+  return size * (own + _weights_of_head(run)) / parts
 
 
 def _weights_of_head(run: PlannedRun) -> int:

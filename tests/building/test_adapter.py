@@ -164,6 +164,17 @@ def test_ranks_that_the_kernels_do_not_have(model, caplog):
 
 
 @pytest.mark.long
+def test_experts_have_no_adapters_and_are_not_quantised(tmp_path):
+  folder = tiny.write(tmp_path / "mixture", family="qwen3_moe")
+  facts = loading.read_facts(folder)
+  own = {"rank": 4, "targets": ("q", "o")}
+  adapter.check(typed(config_of(folder, **own)), facts)
+  with pytest.raises(ConfigError, match=r"targets has gate, up, down, but .* has experts in their"):
+    adapter.check(typed(config_of(folder, rank=4)), facts)
+  with pytest.raises(ConfigError, match=r"base_dtype='nf4' needs a model without experts"):
+    adapter.check(typed(config_of(folder, **own, base_dtype="nf4")), facts)
+
+
 def test_an_adapter_of_another_model_is_refused(stored, tmp_path):
   other = tiny.write(tmp_path / "wider", hidden_size=64)
   config = run_options.resolved(config_of(other, path=str(stored[0])))

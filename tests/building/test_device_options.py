@@ -99,6 +99,17 @@ def test_heads_that_the_mesh_does_not_divide_are_refused_in_one_line(folder):
     checks.check_split(mesh, loading.read_facts(folder))
 
 
+def test_a_mesh_that_does_not_divide_experts_is_refused_in_one_line(folder, tmp_path):
+  mesh = lambda **sizes: sharding.make_mesh(**{"data": 1, "fsdp": 1, **sizes})
+  with pytest.raises(configuration.ConfigError, match="mesh.expert=8 divides experts, but .* none"):
+    checks.check_split(mesh(expert=8), loading.read_facts(folder))
+  facts = loading.read_facts(tiny.write(tmp_path / "mixture", family="qwen3_moe"))  # 8 experts.
+  checks.check_split(mesh(expert=8), facts)
+  of_six = sharding.make_mesh(data=1, expert=6, devices=jax.devices()[:6])
+  with pytest.raises(configuration.ConfigError, match="mesh.expert=6 does not divide .* 8 experts"):
+    checks.check_split(of_six, facts)
+
+
 def test_what_a_mesh_leaves_whole_is_said(folder, tmp_path, caplog):
   model = json.loads((folder / "config.json").read_text()) | {"vocab_size": 259}
   (tmp_path / "config.json").write_text(json.dumps(model))

@@ -282,3 +282,17 @@ def test_each_process_compares_what_it_writes_and_all_know_the_rest(tmp_path):
 
   wanted = Changes(4, {"a": False, "b": False, "c": True, "d": None})
   assert side_by_side.Room(2).run(write) == [wanted, wanted]
+
+
+def test_experts_are_parts_of_the_tensors_of_their_layer():
+  names = [
+    f"layers.0.mlp.experts.{i}.{part}_proj.weight" for i in (0, 11) for part in ("up", "down")
+  ]
+  served = ["layers.0.mlp.experts.w13_weight", "layers.0.mlp.experts.w2_weight", "norm.weight"]
+  of = lambda version, kept=(): Known(
+    version, {name: {0: f"{name}.{6 if name in kept else version}"} for name in served}
+  )
+  changed = Changes(6, dict.fromkeys([*names, "norm.weight"], True))
+  assert checksums.fault(of(6), of(7), changes=changed) is None
+  found = checksums.fault(of(6), of(7, kept=served[1:2]), changes=changed)
+  assert found is not None and "1 of 3 tensors (layers.0.mlp.experts.w2_weight)" in found

@@ -68,6 +68,8 @@ def test_shapes_are_those_of_the_models():
     "Gemma-3-4b": 3.88,
     "Gemma-3-12b": 11.77,
     "Gemma-3-27b": 27.01,
+    "Qwen3-30B-A3B": 30.53,
+    "Qwen3-235B-A22B": 235.09,
     "Llama-3.2-1B": 1.24,
     "Llama-3.1-8B": 8.03,
   }
