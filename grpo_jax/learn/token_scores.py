@@ -1,8 +1,10 @@
 """What the policy computes for tokens that are learned from: logprobs, entropy, a loss. Pure."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from grpo_kernels.attention import AUTOMATIC, Attention
 from grpo_kernels.linear_logprobs.sharded import Partition
@@ -27,7 +29,7 @@ class TokenScores(NamedTuple):
   # would not have kept the token.
   full: Float[Array, "B N"] | None = None
   is_outside: Bool[Array, "B N"] | None = None
-  router: Metrics | None = None  # of a mixture of experts; None: as no experts are replayed.
+  router: Metrics | None = None  # of a mixture of experts; None: the model has none.
 
 
 # (logprobs of a microbatch) → None; for displays of progress.
@@ -131,21 +133,50 @@ def _make_hidden_states(
 ) -> Callable[[Any, Batch], tuple[Float[Array, "B T D"], Metrics | None]]:
   """Makes the function (params, batch) → hidden states [B T D], in the compute dtype.
 
-  The function also returns the metrics of a router whose choices are replaced by the batch's.
+  The function also returns the metrics of the routers; None: the model has none.
   """
 
   def hidden_states(params: Any, batch: Batch) -> tuple[Float[Array, "B T D"], Metrics | None]:
     inputs: Any = (batch.tokens, batch.positions, batch.segment_ids, batch.branch_ids)
-    settings: Any = {"products": products, "remat": remat, "attention": attention}
-    if batch.experts is None:
-      found = transformer.hidden_states(params, config, *inputs, **settings)
-      return found.astype(products.compute_dtype), None
-    experts = jnp.asarray(batch.experts)
-    found = transformer.outputs(params, config, *inputs, experts=experts, **settings)
-    metrics = replay_metrics(found.extras, experts, jnp.asarray(batch.segment_ids))
-    return found.hidden.astype(products.compute_dtype), metrics
+    settings: Any = {"products": products, "remat": remat}
+    settings["experts"] = experts = None if batch.experts is None else jnp.asarray(batch.experts)
+    found = transformer.outputs(params, config, *inputs, attention=attention, **settings)
+    hidden, segment_ids = found.hidden.astype(products.compute_dtype), jnp.asarray(inputs[2])
+    if config.mixture is None:
+      return hidden, None
+    metrics = balance_metrics(found.extras["experts"], segment_ids, config.mixture.num_experts)
+    if experts is not None:
+      metrics |= replay_metrics(found.extras, experts, segment_ids)
+    return hidden, metrics
 
   return hidden_states
+
+
+def balance_metrics(
+  experts: Int[Array, "L B T k"], segment_ids: Int[Array, "B T"], count: int
+) -> Metrics:
+  """Returns how evenly the tokens of a microbatch are spread over the experts, as means of layers.
+
+      "router/largest_load": X max_e f_e      "router/load_entropy": -Σ_e f_e ln f_e / ln X
+
+  f_e is the share of expert e in all choices of a layer; both are 1 if all experts have as many.
+
+  Args:
+    experts: Experts of each token in each layer.
+    segment_ids: Segment of each token; 0 is padding, which does not count.
+    count: Number X of experts.
+  """
+  is_token = (segment_ids > 0).astype(jnp.float32)[None, :, :, None, None]
+  chosen = jnp.sum(jax.nn.one_hot(experts, count) * is_token, axis=(1, 2, 3))
+  tokens = jnp.sum(is_token)
+  share = chosen / jnp.maximum(jnp.sum(chosen, axis=-1, keepdims=True), 1.0)
+  entropy = -jnp.sum(share * jnp.log(jnp.where(share > 0, share, 1.0)), axis=-1)
+  largest = count * jnp.max(share, axis=-1)
+  evenness = entropy / math.log(count) if count > 1 else jnp.ones_like(entropy)
+  return {
+    "router/largest_load": Mean(jnp.mean(largest) * tokens, tokens),
+    "router/load_entropy": Mean(jnp.mean(evenness) * tokens, tokens),
+  }
 
 
 def replay_metrics(

@@ -189,6 +189,18 @@ METRICS: dict[str, Definition] = {
     "replayed choices of experts that the trainer's own router would not have made",
     "< 0.1",
   ),
+  "router/largest_load": Definition(
+    "ratio",
+    "tokens of the busiest expert of a layer, relative to the mean of all its experts, in a"
+    " microbatch; mean of the layers. 1: all experts have as many",
+    "does not rise",
+  ),
+  "router/load_entropy": Definition(
+    "share",
+    "entropy of the experts' shares in a layer's tokens, in a microbatch, as a share of its highest"
+    " value; mean of the layers",
+    "does not fall",
+  ),
   "batch/rows": Definition("count", "packed rows of one epoch, padding rows included"),
   "batch/row_tokens": Definition(
     "tokens", "mean length of a row; times batch/rows: the places computed in one epoch"

@@ -105,8 +105,10 @@ def table(seed=0):
 
 def without_layers():
   """Patches the transformer: hidden states are embeddings, so that little is compiled."""
-  embedded = lambda params, config, tokens, *_, **__: params["embed"][tokens]
-  return mock.patch.object(transformer, "hidden_states", embedded)
+  embedded = lambda params, config, tokens, *_, **__: transformer.Outputs(
+    params["embed"][tokens], {}
+  )
+  return mock.patch.object(transformer, "outputs", embedded)
 
 
 @functools.cache
