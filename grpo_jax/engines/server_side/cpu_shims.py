@@ -8,6 +8,7 @@ and in each process that it spawns. Tested with SGLang 0.5.23. These are replace
     torchvision   imported for image models; its published build needs CUDA
     seeds         deterministic inference is offered for GPU attention only
     pinned memory the code of adapters (LoRA) asks for it, which torch refuses without a GPU
+    host buffers  those of the returned experts are registered with CUDA's runtime
     processes     SGLang spawns them, and each imports everything again: 65 s of CPU time, while
                   forked ones take 32 s; there is no CUDA context here that a fork would break
 
@@ -54,6 +55,7 @@ def install() -> None:
   _define_seeded_hash(torch)
   _ignore_pinning(torch)
   _allow_seeds()
+  _allow_routed_experts()
   _fork_processes()
 
 
@@ -247,6 +249,17 @@ def _allow_seeds() -> None:
   choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
   # This would replace torch's matrix products by Triton kernels.
   batch_invariant_ops.enable_batch_invariant_mode = lambda enable_bmm=True: None
+
+
+def _allow_routed_experts() -> None:
+  """Allows --enable-return-routed-experts without CUDA.
+
+  The buffer of the experts is allocated by a function that is chosen by the name of the device;
+  for "cpu" there is none, and the default one registers the memory with CUDA's runtime.
+  """
+  from sglang.srt.mem_cache.pool_host import common
+
+  common.ALLOC_MEMORY_FUNCS["cpu"] = common.alloc_with_pin_memory  # see `_ignore_pinning`.
 
 
 def _fork_processes() -> None:
