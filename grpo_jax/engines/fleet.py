@@ -62,6 +62,7 @@ class Fleet:
         adapter=options.adapter,
         dtype=options.dtype,
         returns_experts=options.returns_experts,
+        has_windows=options.has_windows,
       )
       for i in range(len(options.addresses) or options.servers)
     ]

@@ -15,7 +15,13 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from grpo_jax.engines import probe, routed_experts, served_adapter, sglang_messages
+from grpo_jax.engines import (
+  probe,
+  routed_experts,
+  served_adapter,
+  server_windows,
+  sglang_messages,
+)
 from grpo_jax.engines.base import EngineFailure
 from grpo_jax.engines.checksums import Changes, Known
 from grpo_jax.engines.prompt_scoring import Passage
@@ -81,6 +87,7 @@ class FleetOptions:
   adapter: lora.AdapterOptions | None = None  # if servers are given adapters; None: all weights.
   dtype: str = "float32"  # of the files of weights.
   returns_experts: bool = False  # whether servers have to return the experts that they choose.
+  has_windows: bool = False  # whether the model has layers with a sliding window.
   key: str | None = dataclasses.field(default=None, repr=False)  # key of the servers' API.
   timeouts: Timeouts = Timeouts()
   start_timeout_s: float = SGLangOptions.start_timeout_s  # until a server is healthy.
@@ -101,6 +108,7 @@ class Server:
     adapter: lora.AdapterOptions | None = None,
     dtype: str = "float32",
     returns_experts: bool = False,
+    has_windows: bool = False,
   ):
     """Makes the state of a server.
 
@@ -110,8 +118,10 @@ class Server:
       adapter: Options of the adapters that it is given; None: it is given all weights.
       dtype: Dtype of the files of weights.
       returns_experts: Whether it has to return the experts that it chooses.
+      has_windows: Whether the model has layers with a sliding window.
     """
     self._returns_experts = returns_experts
+    self._has_windows = has_windows
     self.tensors = TensorCheck(dtype)
     self.index = index
     self.number = index if number is None else number
@@ -181,10 +191,8 @@ class Server:
         f"{self.name} cannot be used for training: it has no /update_weights_from_disk. sglang-jax"
         " never has it; instead of an SGLang router, engine.sglang.addresses names its workers"
       )
-    if self._returns_experts:
-      info = await self._answered(client.server_info())
-      if (why := routed_experts.refusal(info)) is not None:
-        raise FleetError(f"{self.name} cannot sample for a run with routing replay: {why}")
+    if self._returns_experts or self._has_windows:
+      self._check_info(await self._answered(client.server_info()))
     if self._options is not None:
       self._base = started_from
       await self._prepare_for_adapters(self._options)
@@ -192,6 +200,13 @@ class Server:
       is_ours = process is not None
       await self._answered(self.tensors.prepare(client, name=self.name, is_ours=is_ours))
     self.is_up = self.has_been_up = True
+
+  def _check_info(self, info: Any) -> None:
+    """Raises FleetError if a server cannot sample for this run, by what it reports."""
+    if self._returns_experts and (why := routed_experts.refusal(info)) is not None:
+      raise FleetError(f"{self.name} cannot sample for a run with routing replay: {why}")
+    if self._has_windows and (why := server_windows.refusal(info)) is not None:
+      raise FleetError(f"{self.name} cannot sample from this model: {why}")
 
   async def _prepare_for_adapters(self, options: lora.AdapterOptions) -> None:
     """Checks that a server can serve adapters, and drops those that earlier runs left on it.

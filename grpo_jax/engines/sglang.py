@@ -362,6 +362,7 @@ def make(
   registry.check_arguments("engine 'sglang'", SGLangOptions, options)
   chosen = SGLangOptions(**options)
   sglang_servers.refuse(chosen, config)
+  sglang_servers.refuse_several_modalities(pathlib.Path(source_directory))
   dtype = jnp.dtype(compute_dtype)
   products = precision.resolve(matmul_precision, dtype) or dtype.name
   returns_experts = record_experts and config.expert_shape is not None
@@ -410,6 +411,7 @@ def make(
       adapter=adapter,
       dtype=dtype.name,
       returns_experts=returns_experts,
+      has_windows=any(kind.window is not None for kind in config.layer_kinds),
     ),
     folders=folders,
     base_folder=base_folder,

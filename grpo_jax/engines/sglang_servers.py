@@ -20,13 +20,14 @@ from grpo_jax.engines.server_process import LaunchOptions
 from grpo_jax.engines.sglang_client import Timeouts
 from grpo_jax.engines.sglang_options import SGLangOptions
 from grpo_jax.http import redaction
-from grpo_jax.models import lora
+from grpo_jax.models import files, lora, multimodal
 from grpo_jax.models.config import ModelConfig, Rope
 
 _log = logging.getLogger(__name__)
 
-# Families whose sliding windows SGLang 0.5.23 computes, by its source; it has OLMo 3 in olmo2.py.
-_WINDOWED = ("olmo3",)
+# Families whose sliding windows and further rotary tables SGLang 0.5.23 computes, by its source; it
+# has OLMo 3 in olmo2.py. Which backends do is in `server_windows`.
+_WINDOWED = ("gemma3_text", "olmo3")
 
 _CPU_WIDTH = 32  # of SGLang's padding: configs/update_config.py.
 
@@ -72,6 +73,19 @@ def _unknown_to_sglang(config: ModelConfig) -> str | None:
       f" this model has {config.ropes[-1]} there"
     )
   return None
+
+
+def refuse_several_modalities(source: pathlib.Path) -> None:
+  """Raises ValueError for a folder of images and text, in which SGLang names tensors otherwise."""
+  file = source / "config.json"
+  hf = files.read_json(file) if file.is_file() else {}
+  if multimodal.text_config(hf, str(file)) is not hf:
+    raise ValueError(
+      f"{source} is a model of images and text, and the run trains its text model alone: SGLang"
+      " would serve both, and find no tensor by the names of the text model. Use"
+      " engine.name='jax_sampler', or set model.path to a folder of the text model alone, which is"
+      " what runs export"
+    )
 
 
 def refuse_padded(launch: LaunchOptions, config: ModelConfig) -> None:
@@ -165,6 +179,7 @@ def fleet_options(
   adapter: lora.AdapterOptions | None,
   dtype: str,
   returns_experts: bool,
+  has_windows: bool,
 ) -> FleetOptions:
   """Returns the options of the fleet; `products` decides how far the probe may be off."""
   tolerance = chosen.probe_tolerance
@@ -178,6 +193,7 @@ def fleet_options(
     adapter=adapter,
     dtype=dtype,
     returns_experts=returns_experts,
+    has_windows=has_windows,
     key=key,
     timeouts=Timeouts(
       generate_s=chosen.request_timeout_s,

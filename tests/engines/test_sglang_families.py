@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from grpo_jax.models.config import RopeScaling
 from grpo_jax.models.mixture import Mixture
 from tests.engines import sglang_fixtures, tiny
 from tests.engines.test_recorded_experts import record_of, trained
@@ -14,13 +15,19 @@ CONFIGS = {
   "olmo2": tiny.config(
     "olmo2", intermediate_size=64, wide_qk_norm=True, pre_norms=False, post_norms=True
   ),
+  "gemma3_text": tiny.config(
+    "gemma3_text", intermediate_size=64, rope_scaling=RopeScaling("linear", 8.0)
+  ),
   "qwen3_moe": tiny.config("qwen3_moe", mixture=Mixture(8, 3, 32, normalised=True)),
 }
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_family_is_served_as_it_is_trained(family, tmp_path):
-  """With each of two versions of the weights, and the experts of the server replayed or not."""
+  """With each of two versions of the weights, and the experts of the server replayed or not.
+
+  Gemma 3's window is of 5 tokens, and its sequences have 43 to 70.
+  """
   config = CONFIGS[family]
   model = sglang_fixtures.write_model(tmp_path / "model", config=config)
   settings = {"config": config, "version": None, "record_experts": True}
@@ -36,6 +43,8 @@ def test_a_family_is_served_as_it_is_trained(family, tmp_path):
       assert {v for each in found.values() for v in each.weight_versions.tolist()} == {version}
       assert max(own, replayed) < 1e-5
       assert same > 0.998  # two experts may tie within the rounding of float32.
+    info = engine._run(engine._fleet.servers[0].client.server_info())
+    assert info["attention_backend"] == "torch_native"  # `server_windows` reads it.
 
 
 def mismatch(config, tree, requests, found):
