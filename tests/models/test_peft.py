@@ -11,6 +11,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+import transformers
 
 from grpo_jax.models import adapter_files, export, lora, peft_format, safetensors, transformer
 from tests.models import tiny
@@ -71,6 +72,33 @@ def test_peft_computes_the_logits_of_our_folder(base, tmp_path):
   theirs = merged.state_dict()
   for name in exported.shapes:
     assert tiny.relative_error(exported.read(name), theirs[name].numpy()) < 1e-6, name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+def test_peft_adapts_the_attention_of_a_mixture(family, tmp_path):
+  sizes = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 7}
+  shared = {"shared_expert_intermediate_size": 9} if family == "qwen2_moe" else {}
+
+  def eager(model):  # torch's grouped products need widths that are multiples of 4.
+    model.set_experts_implementation("eager")
+    return model
+
+  make = lambda: eager(tiny.hf_model(family, **sizes, **shared))
+  loaded = tiny.saved(make(), tmp_path / "base")
+  options = lora.AdapterOptions(RANK, ALPHA, ("q", "k", "v", "o"))
+  adapter = random_adapter(loaded.config, options)
+  adapter_files.write(adapter, loaded.config, options, tmp_path / "adapter", base="base")
+  ours = our_logits(loaded, adapter, options.scale)
+  model = peft.PeftModel.from_pretrained(make(), tmp_path / "adapter")
+  assert tiny.relative_error(ours, tiny.hf_logits(model, TOKENS)) < 1e-5
+  with model.disable_adapter():
+    assert tiny.relative_error(tiny.hf_logits(model, TOKENS), ours) > 0.05  # the adapter counts.
+
+  joined = lora.join(loaded.params, adapter, options.scale)
+  export.to_huggingface(joined, loaded.config, tmp_path / "export")
+  merged = eager(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export"))
+  assert tiny.relative_error(ours, tiny.hf_logits(merged, TOKENS)) < 1e-5
 
 
 @pytest.mark.parametrize("without", [False, True])
