@@ -166,9 +166,12 @@ def balance_metrics(
     segment_ids: Segment of each token; 0 is padding, which does not count.
     count: Number X of experts.
   """
-  is_token = (segment_ids > 0).astype(jnp.float32)[None, :, :, None, None]
-  chosen = jnp.sum(jax.nn.one_hot(experts, count) * is_token, axis=(1, 2, 3))
-  tokens = jnp.sum(is_token)
+  is_token = (segment_ids > 0).astype(jnp.float32)
+  # Layer by layer: [L B T k X] would take gibibytes wherever it is not fused with its sum.
+  in_layer = lambda chosen: jnp.sum(
+    jax.nn.one_hot(chosen, count) * is_token[..., None, None], axis=(0, 1, 2)
+  )
+  chosen, tokens = jax.lax.map(in_layer, experts), jnp.sum(is_token)
   share = chosen / jnp.maximum(jnp.sum(chosen, axis=-1, keepdims=True), 1.0)
   entropy = -jnp.sum(share * jnp.log(jnp.where(share > 0, share, 1.0)), axis=-1)
   largest = count * jnp.max(share, axis=-1)

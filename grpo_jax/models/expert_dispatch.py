@@ -143,8 +143,8 @@ def routed(dispatch: Dispatch, experts: Int[Array, "B T k"]) -> Routed:
     order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
     numbers = jnp.arange(order.shape[0], dtype=jnp.int32)
     places = jnp.zeros_like(order).at[order].set(numbers, unique_indices=True)
-    sizes = jnp.sum(jax.nn.one_hot(chosen, count, dtype=jnp.int32), axis=0)
-    return Routed(order, places, sizes)
+    begins = jnp.searchsorted(chosen[order], jnp.arange(count + 1)).astype(jnp.int32)
+    return Routed(order, places, jnp.diff(begins))
 
   return dispatch.on_devices(of_device, ("tokens",), "own")(experts)
 
