@@ -26,7 +26,7 @@ from grpo_jax.engines import cached_attention, kv_cache
 from grpo_jax.engines.kv_cache import Cache
 from grpo_jax.engines.sampler_inputs import Pieces, ProgramOptions, Readers, RowPrompts, RowStates
 
-_KEYS = decode_attention.KEYS  # columns are a multiple of it, where there are so many.
+_KEYS = decode_attention.KEYS  # columns are a multiple of it, unless there are fewer.
 # Columns that are read at once when many tokens attend to them.
 _COLUMNS_AT_ONCE = 1024
 

@@ -39,7 +39,7 @@ LAYER_NAMES: Mapping[str, str] = {
   "post_mlp_norm": "post_feedforward_layernorm.weight",
 }
 _ACTIVATION = "gelu_pytorch_tanh"
-_PATTERN = 6  # the layer of so many that has no window.
+_PATTERN = 6  # one layer in this many has no window.
 
 
 def switches(fields: Fields) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxtyping import Array, Float, Int
 
-_BLOCK = 128  # largest number of rows of a block; the loads of a matrix are shared by so many.
+_BLOCK = 128  # largest number of rows of a block, which share the loads of a matrix.
 
 
 def products(

@@ -67,7 +67,7 @@ class Folders(Protocol):
     Args:
       step: Step of the checkpoint.
       info: Content of info.json.
-      attached: Content of attached.bin; b"": there is no such file.
+      attached: Content of attached.bin; b"": the file is not written.
       num_bytes: Size of the arrays.
 
     Raises:
