@@ -7,7 +7,7 @@ import shutil
 import signal
 import tempfile
 
-from tests import quick_compilation
+from tests import mappings, quick_compilation
 from tests.own_process import Process, noticing, only_device
 
 # Tests of the real model start processes without these flags: what users run is optimised.
@@ -41,6 +41,15 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+  """Forgets the programs of earlier modules before this process has too many mappings."""
+  result = yield
+  if nextitem is None or nextitem.path != item.path:
+    mappings.forget_programs()
+  return result
 
 
 @pytest.fixture(scope="session")

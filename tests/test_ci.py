@@ -1,14 +1,18 @@
 """The gate: its parts, what it prints, and the workflows and hooks that call it."""
 
+import functools
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 import yaml
 
+from tests import mappings
 from tests.test_packaging import VERSIONS
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -206,3 +210,19 @@ def test_stacks_check_the_signatures_of_calls(tmp_path):
     done = subprocess.run([*command, *options], env=path, capture_output=True, text=True)
     assert done.returncode == code, done.stdout
     assert ("TypeCheckError" in done.stdout) == bool(code)
+
+
+@pytest.mark.skipif(not mappings.count(), reason="the system does not list mappings")
+def test_programs_are_forgotten_before_a_worker_has_too_many_mappings():
+  before = mappings.count()
+  programs = [jax.jit(functools.partial(jnp.add, number)) for number in range(20)]
+  for number, program in enumerate(programs):
+    program(jnp.zeros(number + 3))
+  compiled = mappings.count()
+  assert compiled > before + 20
+
+  mappings.forget_programs(most=compiled + 1000)
+  assert mappings.count() == pytest.approx(compiled, abs=10)
+
+  mappings.forget_programs(most=before)
+  assert mappings.count() < compiled - 20
