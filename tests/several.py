@@ -88,11 +88,11 @@ class Started:
     return self.logs[index].read_text()
 
 
-def write_input(folder: pathlib.Path, *, rows: int = 11) -> pathlib.Path:
+def write_input(folder: pathlib.Path, *, rows: int = 11, family: str = "llama") -> pathlib.Path:
   """Writes a tiny model, rows and a config; returns the config's path."""
   from grpo_jax.models import tiny
 
-  model = tiny.write(folder / "model")
+  model = tiny.write(folder / "model", family=family)
   lines = [{"problem": f"{i} + {i}", "expected_answer": str(2 * i)} for i in range(rows)]
   data, held_out = folder / "rows.jsonl", folder / "held_out.jsonl"
   data.write_text("".join(json.dumps(line) + "\n" for line in lines))
