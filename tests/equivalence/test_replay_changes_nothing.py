@@ -5,13 +5,22 @@ import functools
 
 import equivalence_case as case
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from grpo_jax import batching
 from grpo_jax.batching import packing
-from grpo_jax.learn import optim, scoring, sharding, token_scores, train_step
-from grpo_jax.models import leaves, transformer
+from grpo_jax.learn import (
+  adapters,
+  optim,
+  policy,
+  scoring,
+  sharding,
+  token_scores,
+  train_step,
+)
+from grpo_jax.models import leaves, lora, transformer
 from grpo_jax.models.mixture import Mixture
 from grpo_jax.rl import objectives
 
@@ -78,6 +87,51 @@ def test_replay_decides_where_tokens_go():
   assert 0.5 < changed.value() < 0.9  # 2 of 8 at random: the router agrees with a quarter.
   assert 0.7 < share["router/replayed_share"].value() < 0.9
   assert "router/changed_share" not in own[3] and "router/replayed_share" not in own[2].metrics
+
+
+@pytest.mark.long
+def test_an_adapter_of_attention_has_the_gradients_that_its_merged_weights_imply():
+  """By the chain rule: of A they are s dW Bᵀ, of B s Aᵀ dW, whatever the layout."""
+  options = lora.AdapterOptions(2, 6.0, ("q", "k", "v", "o"), base_dtype="float32")
+  mesh = sharding.make_mesh(devices=jax.devices()[:1])
+  composition = adapters.composition(CONFIG, mesh, options, seed=0)
+  _, policy_of = policy.begin(case.params(0, CONFIG), composition, copy=None)
+  rng = np.random.default_rng(8)
+  draw = lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) / 8, jnp.float32)
+  adapter = jax.tree.map(draw, lora.tree(CONFIG, options))
+  difference = {name: options.scale * each["a"] @ each["b"] for name, each in adapter.items()}
+  base = case.params(0, CONFIG)
+  layers = base["layers"] | {name: base["layers"][name] + x for name, x in difference.items()}
+  found = [
+    adapted_gradients(weights, **layout)
+    for weights, layout in (
+      (base | {"layers": layers}, {}),
+      (policy_of.weights(adapter), {}),
+      (policy_of.weights(adapter), {"share_prefixes": False, "pack": False}),
+    )
+  ]
+  (loss, whole), *ours = found
+  transposed = lambda x: np.swapaxes(x, -1, -2)
+  wanted = {
+    name: {
+      "a": options.scale * whole["layers"][name] @ transposed(each["b"]),
+      "b": options.scale * transposed(each["a"]) @ whole["layers"][name],
+    }
+    for name, each in adapter.items()
+  }
+  for own in ours:
+    case.assert_same(own, (loss, wanted), 5e-5)
+
+
+def adapted_gradients(weights, **layout):
+  """Loss and gradients of what is trained of some weights, with the recorded experts."""
+  groups, advantages = recorded(0.8)
+  made = batching.assemble(groups, advantages, experts=SHAPE, **(case.LAYOUT | layout)).minibatches
+  old, ref = case.params(1, CONFIG), case.params(2, CONFIG)
+  made = scoring.with_logprobs(made, case.scorer(CONFIG), old_params=old, ref_params=ref)
+  update = case.updater(CONFIG, tuple(case.FULL_LOSS.items()), "full", None, False)
+  (grads, loss), *_ = update.gradients(weights, made[0])
+  return float(loss), jax.device_get(grads)
 
 
 @pytest.mark.long
