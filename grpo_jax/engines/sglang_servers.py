@@ -1,6 +1,7 @@
 """The servers of an SGLang engine: how they are found or launched, and what is refused."""
 
 import logging
+import math
 import os
 import pathlib
 import secrets
@@ -20,7 +21,7 @@ from grpo_jax.engines.server_process import LaunchOptions
 from grpo_jax.engines.sglang_client import Timeouts
 from grpo_jax.engines.sglang_options import SGLangOptions
 from grpo_jax.http import redaction
-from grpo_jax.models import files, lora, multimodal
+from grpo_jax.models import files, hf_rope, lora, multimodal
 from grpo_jax.models.config import ModelConfig, Rope
 
 _log = logging.getLogger(__name__)
@@ -72,6 +73,13 @@ def _unknown_to_sglang(config: ModelConfig) -> str | None:
       "SGLang's OLMo 3 has the rope_theta of all layers and no scaling in those with a window, and"
       f" this model has {config.ropes[-1]} there"
     )
+  for scaling in filter(None, (rope.scaling for rope in config.ropes)):
+    implied = hf_rope.implied_attention_factor(scaling, config.max_position_embeddings)
+    if not math.isclose(scaling.attention_factor, implied, rel_tol=1e-6):
+      return (
+        f"SGLang multiplies cosines and sines of {scaling.kind} by {implied:.6g}, whatever"
+        f" attention_factor of config.json says, and this model has {scaling.attention_factor:.6g}"
+      )
   return None
 
 

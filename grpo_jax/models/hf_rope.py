@@ -249,6 +249,21 @@ def _scaling(kind: str, rope: Fields, theta: float, context: int) -> RopeScaling
   )
 
 
+def implied_attention_factor(scaling: RopeScaling, context: int) -> float:
+  """Returns the factor of cosines and sines of a config.json that gives neither it nor mscales.
+
+  Args:
+    scaling: Rotary scaling.
+    context: The model's `max_position_embeddings`.
+  """
+  if scaling.kind == "yarn":
+    return _attention_of_yarn(scaling.factor)
+  if scaling.kind == "longrope":
+    original = scaling.original_max_position_embeddings
+    return _attention_of_longrope(context / original, original)
+  return 1.0
+
+
 def _attention_of_yarn(factor: float, mscale: float = 0.0, all_dim: float = 0.0) -> float:
   """Returns yarn's factor of cosines and sines; Peng et al. 2023, equation 22, and DeepSeek's."""
   of = lambda scale: 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0

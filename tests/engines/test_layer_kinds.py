@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 
 import pytest
 
@@ -17,7 +18,12 @@ OLMO = {"wide_qk_norm": True, "pre_norms": False, "post_norms": True}
 WINDOW = {"layer_kinds": (LayerKind(5, 1), LayerKind())}
 # Gemma 3's: a rotary table of the layers with a window, and linear scaling in the others.
 LOCAL = {"rope_scaling": RopeScaling("linear", 8.0), "further_ropes": (Rope(77.0),)}
-YARN = {"rope_scaling": RopeScaling("yarn", 4.0), "further_ropes": (Rope(10000.0),)}
+ONE_TABLE = {"rope_scaling": None, "further_ropes": ()}
+FACTOR = 0.1 * math.log(4.0) + 1.0  # of cosines and sines, for contexts of four times the length.
+YARN = {
+  "rope_scaling": RopeScaling("yarn", 4.0, attention_factor=FACTOR),
+  "further_ropes": (Rope(10000.0),),
+}
 
 
 @pytest.mark.parametrize("kind", [LayerKind(window=5), LayerKind(rope=None)])
@@ -34,6 +40,7 @@ def test_sglang_is_refused_for_a_model_whose_layers_it_does_not_know(kind, tmp_p
     ("mistral", {"layer_kinds": (LayerKind(5),) * 2}, "Mistral ignore windows"),
     ("olmo2", {**OLMO, "head_dim": 10}, "heads of hidden_size / num_attention_heads, 32 / 4"),
     ("olmo3", {**OLMO, **WINDOW, "further_ropes": (Rope(7.0),)}, "no scaling.*theta=7.0"),
+    ("llama", {"rope_scaling": RopeScaling("yarn", 4.0)}, "of yarn by 1.13863.*model has 1:"),
   ],
 )
 def test_sglang_is_refused_where_its_model_of_the_family_differs(family, options, message):
@@ -48,7 +55,7 @@ def test_sglang_is_refused_where_its_model_of_the_family_differs(family, options
     ("mistral", {}),
     ("olmo2", OLMO),
     ("olmo3", {**OLMO, **WINDOW, **YARN}),
-    ("olmo3", {**OLMO, "layer_kinds": (LayerKind(5), LayerKind())}),
+    ("olmo3", {**OLMO, **ONE_TABLE, "layer_kinds": (LayerKind(5), LayerKind())}),
     ("seed_oss", {"qkv_bias": True}),
   ],
 )

@@ -1,5 +1,7 @@
 """Real SGLang servers of further families: their logprobs and experts are those of the trainer."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -10,11 +12,13 @@ from tests.engines.test_recorded_experts import record_of, trained
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
-# SGLang pads feed-forward widths on a CPU to multiples of 32.
+YARN = RopeScaling(
+  "yarn", 4.0, original_max_position_embeddings=16, attention_factor=0.1 * math.log(4.0) + 1.0
+)
+
+# SGLang pads feed-forward widths on a CPU to multiples of 32. Its OLMo 3 is OLMo 2 with windows.
 CONFIGS = {
-  "olmo2": tiny.config(
-    "olmo2", intermediate_size=64, wide_qk_norm=True, pre_norms=False, post_norms=True
-  ),
+  "olmo3": tiny.config("olmo3", intermediate_size=64, rope_scaling=YARN),
   "gemma3_text": tiny.config(
     "gemma3_text", intermediate_size=64, rope_scaling=RopeScaling("linear", 8.0)
   ),
@@ -26,7 +30,7 @@ CONFIGS = {
 def test_a_family_is_served_as_it_is_trained(family, tmp_path):
   """With each of two versions of the weights, and the experts of the server replayed or not.
 
-  Gemma 3's window is of 5 tokens, and its sequences have 43 to 70.
+  Gemma 3's window is of 5 tokens, that of OLMo 3 of 6, and sequences have 43 to 70.
   """
   config = CONFIGS[family]
   model = sglang_fixtures.write_model(tmp_path / "model", config=config)
