@@ -52,7 +52,7 @@ def test_sglang_is_refused_where_its_model_of_the_family_differs(family, options
   ("family", "options"),
   [
     ("gemma3_text", {**WINDOW, **LOCAL}),
-    ("mistral", {}),
+    ("mistral", {"layer_kinds": (LayerKind(),) * 2}),
     ("olmo2", OLMO),
     ("olmo3", {**OLMO, **WINDOW, **YARN}),
     ("olmo3", {**OLMO, **ONE_TABLE, "layer_kinds": (LayerKind(5), LayerKind())}),

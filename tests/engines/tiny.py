@@ -34,6 +34,7 @@ FAMILIES = {
   },
   "qwen2_moe": {"qkv_bias": True, "mixture": Mixture(4, 2, 12, shared_width=20)},
   "qwen3_moe": {"qk_norm": True, "mixture": Mixture(8, 3, 12, normalised=True)},
+  "mistral": {"layer_kinds": (LayerKind(5),) * 2},
   "ministral": {"layer_kinds": (LayerKind(5), LayerKind())},
   "olmo3": {
     "wide_qk_norm": True,
@@ -43,6 +44,7 @@ FAMILIES = {
     "further_ropes": (Rope(10000.0),),
     "layer_kinds": (LayerKind(6, 1), LayerKind()),
   },
+  "seed_oss": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
 }
 
 

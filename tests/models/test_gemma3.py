@@ -5,7 +5,6 @@ import pathlib
 import subprocess
 import sys
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,12 +12,11 @@ import torch
 import transformers
 from transformers.models.gemma3 import modeling_gemma3
 
-from grpo_jax.learn import sharding
 from grpo_jax.models import config as model_config
-from grpo_jax.models import export, layers, loading, multimodal, safetensors, transformer
+from grpo_jax.models import export, layers, loading, multimodal, safetensors
 from grpo_jax.models.config import LayerKind, Rope
 from grpo_jax.models.errors import ModelError
-from grpo_jax.models.products import FLOAT32, Products
+from grpo_jax.models.products import Products
 from tests.models import tiny
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -181,40 +179,6 @@ def test_the_scale_of_embeddings_is_rounded_as_transformers_rounds_it():
   got = ours("bfloat16")
   np.testing.assert_array_equal(got.astype(jnp.bfloat16).astype(np.float32), wanted.float())
   assert float(jnp.abs(got / ours("float32") - 1).max()) == pytest.approx(1.485e-3, rel=1e-3)
-
-
-@pytest.mark.long
-def test_packed_rows_on_eight_devices_have_the_gradients_of_sequences_alone():
-  """A prompt of 5 that two completions share, in windows of 5; rows, heads and widths are split."""
-  config = tiny.config(**{**tiny.GEMMA3, "num_heads": 4, "head_dim": 6})
-  params = tiny.random_params(config)
-  rng = np.random.default_rng(3)
-  tokens = rng.integers(0, 61, (4, 22))
-  positions = np.concatenate([np.arange(5), 5 + np.arange(9), 5 + np.arange(8)])
-  branches = np.repeat([0, 1, 2], [5, 9, 8])
-  packed = [np.broadcast_to(x, (4, 22)) for x in (positions, np.ones(22, int), branches)]
-  weights = rng.normal(size=(4, 22, 24))
-
-  def loss(params, tokens, weights, *inputs, products=FLOAT32):
-    hidden = transformer.hidden_states(params, config, tokens, *inputs, products=products)
-    return jnp.sum(hidden * weights)
-
-  def apart(params):
-    found = 0.0
-    for begin, end in ((5, 14), (14, 22)):
-      own = np.r_[0:5, begin:end]
-      shared = weights[:, own] * np.where(own < 5, 0.5, 1.0)[:, None]  # once in the packed row.
-      found += loss(params, tokens[:, own], shared, *tiny.plain(tokens[:, own])[1:])
-    return found
-
-  mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
-  products = Products(placement=sharding.placement(mesh))
-  placed = sharding.param_shardings(transformer.logical_axes(config), mesh, shapes=params)
-  on_mesh = lambda params: loss(params, tokens, weights, *packed, products=products)
-  got = tiny.jit(jax.value_and_grad(on_mesh))(jax.device_put(params, placed))
-  wanted = tiny.jit(jax.value_and_grad(apart))(params)
-  for mine, right in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-    assert tiny.relative_error(mine, right) < 2e-5
 
 
 VISION = {
