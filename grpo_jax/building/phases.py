@@ -22,7 +22,15 @@ from grpo_jax.groups import credit
 from grpo_jax.learn import scoring, screening, sharding, token_scores, train_step
 from grpo_jax.learn.policy import Policy
 from grpo_jax.metrics import timing
-from grpo_jax.models import adapter_files, export, loading, lora, parameter_reading
+from grpo_jax.models import (
+  adapter_files,
+  export,
+  files,
+  loading,
+  lora,
+  multimodal,
+  parameter_reading,
+)
 from grpo_jax.processes import arrays
 from grpo_jax.rl.estimators import Estimator
 from grpo_jax.rl.objective_options import ResolvedOptions
@@ -320,6 +328,7 @@ def publish(
     is_offline=is_offline,
     has_sets=has_sets,
     adapter=None if alone is None else str(alone),
+    names=multimodal.peft_names(files.read_json(model.directory / "config.json")),
     note=note,
   )
   for line in ending:

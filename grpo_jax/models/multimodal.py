@@ -20,12 +20,14 @@ class Around:
     text_type: Its model_type.
     prefixes: Beginnings of the names of its tensors → those in a folder of the text model.
     others: Beginnings of the names of all other tensors.
+    decoder: Module of transformers 5 that holds the layers of the text model.
   """
 
   text: str
   text_type: str
   prefixes: Mapping[str, str]
   others: tuple[str, ...]
+  decoder: str
 
 
 # By config.json's architectures[0]. Files of transformers up to 4.51 and those that 5 saves differ
@@ -45,6 +47,7 @@ _AROUND = {
       "model.vision_tower.",
       "model.multi_modal_projector.",
     ),
+    decoder="model.language_model",
   )
 }
 ARCHITECTURES = tuple(_AROUND)
@@ -91,6 +94,19 @@ def own_name(name: str, hf: Mapping[str, Any]) -> str | None:
     if name.startswith(prefix):
       return own + name.removeprefix(prefix)
   return name
+
+
+def peft_names(hf: Mapping[str, Any]) -> dict[str, str]:
+  """Returns the `key_mapping` with which PEFT finds an adapter's kernels in the whole model.
+
+  An adapter is trained, and named, on the text model alone. Without the mapping PEFT 0.21 leaves
+  all of it out of the whole model and only warns.
+
+  Args:
+    hf: Parsed config.json of the base; one of a text model needs no mapping.
+  """
+  around = _around(hf)
+  return {} if around is None else {"model.layers": f"{around.decoder}.layers"}
 
 
 def _around(hf: Mapping[str, Any], where: str = "config.json") -> Around | None:

@@ -203,6 +203,7 @@ def closing_lines(
   is_offline: bool = False,
   has_sets: bool = True,
   adapter: str | None = None,
+  names: Mapping[str, str] | None = None,
   note: str = "",
 ) -> list[str]:
   """Returns the lines that name the final weights and say how to use them.
@@ -213,12 +214,14 @@ def closing_lines(
     is_offline: Whether the run learned from recorded groups; its sets cannot be sampled.
     has_sets: Whether the run has evaluation sets.
     adapter: Folder of the trained adapter, which is merged in `folder`; None: there is none.
+    names: PEFT's `key_mapping` for the adapter's base; None or empty: it needs none.
     note: Line about the use of the adapter alone; empty: there is none.
   """
   run = shlex.quote(workdir)
   sets = "" if has_sets else " --sets=FILE"
   measuring = f"  to measure them: grpo-jax evaluate --model={run}{sets}"
-  loading = f"PeftModel.from_pretrained(base_model, {adapter!r})"
+  mapping = f", key_mapping={dict(names)!r}" if names else ""
+  loading = f"PeftModel.from_pretrained(base_model, {adapter!r}{mapping})"
   alone = [f"adapter alone: {adapter}", f"  in PEFT: {loading}", *([f"  {note}"] if note else [])]
   merged = "" if adapter is None else " (merged with the adapter)"
   return [

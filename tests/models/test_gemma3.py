@@ -5,15 +5,25 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
 from transformers.models.gemma3 import modeling_gemma3
 
+from grpo_jax.models import (
+  adapter_files,
+  export,
+  layers,
+  loading,
+  lora,
+  multimodal,
+  safetensors,
+)
 from grpo_jax.models import config as model_config
-from grpo_jax.models import export, layers, loading, multimodal, safetensors
 from grpo_jax.models.config import LayerKind, Rope
 from grpo_jax.models.errors import ModelError
 from grpo_jax.models.products import Products
@@ -243,6 +253,28 @@ def test_the_text_model_inside_of_a_multimodal_folder_is_read(names, around, tmp
   alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
   assert type(alone) is transformers.Gemma3ForCausalLM and alone.config.eos_token_id == [1, 3]
   assert tiny.relative_error(tiny.hf_logits(alone, tokens), wanted) < 1e-5
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_peft_finds_the_kernels_of_an_adapter_in_the_model_of_images_and_text(around, tmp_path):
+  _, folder = around
+  loaded, options = loading.load(folder), lora.AdapterOptions(3, 5.0)
+  rng = np.random.default_rng(1)
+  draw = lambda leaf: (rng.standard_normal(leaf.shape) * 0.15).astype(np.float32)
+  adapter = jax.tree.map(draw, lora.tree(loaded.config, options))
+  adapter_files.write(adapter, loaded.config, options, tmp_path, base=str(folder))
+  joined, tokens = lora.join(loaded.params, adapter, options.scale), TOKENS[:1]
+  ours = tiny.logits(joined, loaded.config, *tiny.plain(tokens))
+  config = peft.LoraConfig.from_pretrained(tmp_path)
+  config.exclude_modules = ".*vision_tower.*"  # as docs/lora.md says; without it PEFT warns.
+  base = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
+  names = multimodal.peft_names(json.loads((folder / "config.json").read_text()))
+  model = peft.PeftModel.from_pretrained(base, tmp_path, config=config, key_mapping=names)
+  with torch.no_grad():
+    assert tiny.relative_error(model(torch.tensor(tokens)).logits.numpy(), ours) < 1e-5
+    with model.disable_adapter():
+      assert tiny.relative_error(model(torch.tensor(tokens)).logits.numpy(), ours) > 0.1
 
 
 def test_two_tensors_of_one_name_are_refused(around, tmp_path):

@@ -576,6 +576,8 @@ def test_the_last_lines_of_a_run_can_be_copied_whatever_its_folder_is_called():
   ]
   noted = console.closing_lines("w/export", "w", adapter="w/adapter", note="its base was rounded")
   assert noted[:2] == both[:2] and noted[2] == "  its base was rounded" and noted[3:] == both[2:]
+  inside = console.closing_lines("w/export", "w", adapter="w/adapter", names={"a": "b.a"})
+  assert inside[1] == f"{both[1][:-1]}, key_mapping={{'a': 'b.a'}})"
   without_sets = console.closing_lines("e", "w", has_sets=False)
   assert "  to measure them: grpo-jax evaluate --model=w --sets=FILE" in without_sets
   offline = console.closing_lines("e", "w", is_offline=True)
