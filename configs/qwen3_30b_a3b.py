@@ -14,7 +14,7 @@ def get_config():
   config.model.path = "Qwen/Qwen3-30B-A3B"
   config.model.chat_template_args = {"enable_thinking": False}
   config.model.lora.rank = 32
-  config.model.lora.targets = ("q", "k", "v", "o")  # experts have no adapters.
+  config.model.lora.targets = ("q", "k", "v", "o")  # "mlp.*" adds the experts: docs/lora.md.
   config.optim.learning_rate = 1e-5
   config.mesh.data = 1
   config.mesh.fsdp = -1

@@ -298,7 +298,7 @@ def _(given):
   yield str(mismatch_warning(SamplingParams(max_tokens=4, top_k=20)))
   share = merge_rounding.MergedShare("bfloat16")
   low_rank = LowRank(*(np.zeros(()) for _ in dataclasses.fields(LowRank)[:3]), scale=1.0)
-  given.patch.setattr(share, "_kernels", lambda params: {"q": low_rank})
+  given.patch.setattr(share, "_kernels", lambda params, is_apart: {"q": low_rank})
   given.patch.setattr(share, "_program", lambda kernels: 0.07)
   yield from given.logged(share.measure, {})
 

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import math
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,15 +39,19 @@ def check(config: Config, model: loading.ModelFacts) -> None:
 
   Raises:
     ConfigError: The rank is larger than the smaller size of all kernels with an adapter, or the
-      adapter of `model.lora.path` is of another model, or the model has experts that the options
-      would change or quantise.
+      adapter of `model.lora.path` is of another model, or the model lacks some targets, or it
+      has experts that the options would quantise or keep apart from their adapter.
   """
   options = lora_options.load(config)
   if options is None:
     return
   of_layer = leaves.layer(model.config)
-  _check_experts(options, model)
-  sizes = {name: of_layer[name].shape for name in lora.targets(options.targets)}
+  try:
+    kernels = lora.kernels(model.config, options)
+  except ValueError as error:
+    raise ConfigError(f"{error} ({model.directory})") from error
+  _check_experts(config, options, kernels, model)
+  sizes = {name: of_layer[name].shape[-2:] for name in kernels}
   small = {name: shape for name, shape in sizes.items() if min(shape) < options.rank}
   shown = ", ".join(f"{name} {i} × {o}" for name, (i, o) in small.items())
   if len(small) == len(sizes):
@@ -65,15 +69,20 @@ def check(config: Config, model: loading.ModelFacts) -> None:
       raise ConfigError(f"model.lora.path: {error}") from error
 
 
-def _check_experts(options: lora.AdapterOptions, model: loading.ModelFacts) -> None:
-  """Raises ConfigError if experts would get adapters or be quantised."""
+def _check_experts(
+  config: Config,
+  options: lora.AdapterOptions,
+  kernels: Sequence[str],
+  model: loading.ModelFacts,
+) -> None:
+  """Raises ConfigError if experts would be quantised, or if servers would get their adapter."""
   if model.config.mixture is None:
     return
-  of_layer = leaves.layer(model.config)
-  if absent := [name for name in lora.targets(options.targets) if name not in of_layer]:
+  is_apart = config.engine.name == "sglang" and lora_options.sync(config) == "adapter"
+  if is_apart and not set(leaves.EXPERTS).isdisjoint(kernels):
     raise ConfigError(
-      f"model.lora.targets has {', '.join(absent)}, but {model.directory} has experts in their"
-      " place, whose adapters are not supported: set model.lora.targets=('q', 'k', 'v', 'o')"
+      "model.lora.targets has kernels of experts, whose adapter SGLang servers get merged only: set"
+      " model.lora.sync='merged', or model.lora.targets=('q', 'k', 'v', 'o')"
     )
   if options.base_dtype in quantized.FORMATS:
     raise ConfigError(
@@ -202,7 +211,7 @@ def log_sizes(made: Computation) -> None:
   _log.info(
     "LoRA: rank %d on %s trains %s of %s parameters (%.2g %%); adapter %s, optimizer %s, frozen"
     " base (%s) %s",
-    *(options.rank, ", ".join(lora.targets(options.targets)), f"{trained:,}", f"{frozen:,}"),
+    *(options.rank, ", ".join(lora.kernels(made.model, options)), f"{trained:,}", f"{frozen:,}"),
     *(100 * trained / frozen, _size(state.params), _size(state.opt_state)),
     *(options.base_dtype, _size(base)),
   )

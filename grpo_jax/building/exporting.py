@@ -139,7 +139,9 @@ def _adapter(
 
   def fill(folder: pathlib.Path) -> None:
     counted = _counted(tensors, on_progress)
-    adapter_files.write_files(counted, adapter.options, folder, base=weights.base_name)
+    adapter_files.write_files(
+      counted, weights.config, adapter.options, folder, base=weights.base_name
+    )
     source = weights.tokenizer or weights.directory
     adapter_files.write_tokenizer(folder, source, templates)
 

@@ -65,9 +65,7 @@ class Copies(Protocol):
     """Returns the copy; none of its arrays is one of the parameters."""
     ...
 
-  def adapters(
-    self, params: Any, options: sampler_inputs.ProgramOptions
-  ) -> list[dict[str, Adapters]]:
+  def adapters(self, params: Any, options: sampler_inputs.ProgramOptions) -> list[dict[str, Any]]:
     """Returns a copy of `sampler_weights.adapters`."""
     ...
 
@@ -134,9 +132,7 @@ class Gathering:
     weights = self._tied(self._of_weights(params, options))
     return dataclasses.replace(weights, adapters=self.adapters(params, options))
 
-  def adapters(
-    self, params: Any, options: sampler_inputs.ProgramOptions
-  ) -> list[dict[str, Adapters]]:
+  def adapters(self, params: Any, options: sampler_inputs.ProgramOptions) -> list[dict[str, Any]]:
     """Returns this process's copy of `sampler_weights.adapters`, as `__call__` does that of all."""
     return self._of_adapters(params, options)
 
@@ -235,9 +231,7 @@ class Moving:
       adapters=self.adapters(params, options),
     )
 
-  def adapters(
-    self, params: Any, options: sampler_inputs.ProgramOptions
-  ) -> list[dict[str, Adapters]]:
+  def adapters(self, params: Any, options: sampler_inputs.ProgramOptions) -> list[dict[str, Any]]:
     """Returns the copy of `sampler_weights.adapters`, as `__call__` does that of all."""
     found = sampler_weights.adapters(params, options)
     like = self._placed(found, self._layout.adapters(found))
@@ -257,12 +251,12 @@ class Moving:
     def of_leaf(leaf: leaves.Leaf, value: Any) -> Any:
       if not isinstance(value, LowRank):
         return of(value, leaf.axes)
-      layers, inner, outer = leaf.axes
+      *before, inner, outer = leaf.axes
       return dataclasses.replace(
         value,
         base=of(value.base, leaf.axes),
-        a=of(value.a, (layers, inner, None)),
-        b=of(value.b, (layers, None, outer)),
+        a=of(value.a, (*before, inner, None)),
+        b=of(value.b, (*before, None, outer)),
       )
 
     return jax.tree.map(of_leaf, leaves.tree(self._config), params)
@@ -351,17 +345,19 @@ class _Layout:
       quantized={name: of["layers"][name] for name in weights.quantized},
     )
 
-  def adapters(self, adapters: list[dict[str, Adapters]]) -> list[dict[str, Adapters]]:
-    """Returns the partition of each array of the adapters."""
+  def adapters(self, adapters: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the partition of each array of what changes with the adapters."""
     of = self._local["layers"]
 
-    def partition(group: Adapters) -> Adapters:
+    def partition(name: str, group: Any) -> Any:
+      if not isinstance(group, Adapters):  # merged experts.
+        return PartitionSpec(*of[name].base.sharding.spec[1:])
       _, inner, _ = _axes(of[group.kernels[0]].a.sharding.spec)
       outer = [_axes(of[name].b.sharding.spec)[2] for name in group.kernels]
       specs = tuple(PartitionSpec(axis) for axis in outer)
       return dataclasses.replace(group, a=PartitionSpec(None, inner), b=specs)
 
-    return [{name: partition(group) for name, group in each.items()} for each in adapters]
+    return [{name: partition(name, group) for name, group in each.items()} for each in adapters]
 
 
 def _read(params: Any, options: sampler_inputs.ProgramOptions) -> sampler_weights.SamplerWeights:

@@ -13,7 +13,7 @@ from grpo_jax.models import lora
 from grpo_jax.models.products import LowRank
 
 _log = logging.getLogger(__name__)
-_LEAST = 0.5  # below it the engine samples from nearly the base.
+_LEAST = 0.5  # below it an engine with merged weights samples from nearly the base.
 _REMEDY = "set model.lora.sync='adapter'"
 
 
@@ -32,23 +32,25 @@ class MergedShare:
     measure = functools.partial(lora.merged_share, dtype=self._dtype)
     self._program = Program(jax.jit(measure), name="share of the adapter", remedy=_REMEDY)
 
-  def jobs(self, params: Mapping[str, Any]) -> list[CompileJob]:
+  def jobs(self, params: Mapping[str, Any], *, is_apart: bool = False) -> list[CompileJob]:
     """Returns the compilations of `measure`."""
-    kernels = self._kernels(params)
+    kernels = self._kernels(params, is_apart)
     return [self._program.job(kernels)] if kernels else []
 
-  def measure(self, params: Mapping[str, Any]) -> None:
+  def measure(self, params: Mapping[str, Any], *, is_apart: bool = False) -> None:
     """Measures weights that are merged. All processes of a run must call it at the same time.
 
     Args:
       params: Weights that an engine loads; without `LowRank` kernels nothing is measured.
+      is_apart: Whether adapters stay apart, but for those of experts. These the trainer merges and
+        rounds as the engine does, so nothing is warned of.
     """
-    kernels = self._kernels(params)
+    kernels = self._kernels(params, is_apart)
     if not kernels:
       self._share = None
       return
     self._share = float(self._program(kernels))
-    if self._share < _LEAST and self._warns:
+    if self._share < _LEAST and self._warns and not is_apart:
       self._warns = False
       _log.warning(
         "%.0f %% of the adapter survive merging with weights in %s (lora/merged_share): the engine"
@@ -62,8 +64,11 @@ class MergedShare:
     """Returns the share of the last weights; empty if there is none."""
     return {} if self._share is None else {"lora/merged_share": self._share}
 
-  def _kernels(self, params: Mapping[str, Any]) -> dict[str, LowRank]:
+  def _kernels(self, params: Mapping[str, Any], is_apart: bool) -> dict[str, LowRank]:
     """Returns the kernels whose merged weights are rounded."""
     if self._dtype == jnp.float32:
       return {}
-    return {name: x for name, x in params["layers"].items() if isinstance(x, LowRank)}
+    stack = params["layers"]
+    if is_apart:
+      return lora.merged_always(stack)
+    return {name: x for name, x in stack.items() if isinstance(x, LowRank)}

@@ -45,8 +45,8 @@ class SamplerWeights:
     head: Head in the compute dtype; the trainer's own array if it has this dtype.
     quantized: Quantised kernels of all layers, [L ...]; the trainer's own arrays. They are read
       and dequantised a layer at a time.
-    adapters: `Adapters` of each layer, in the compute dtype; empty if there are none, or if they
-      are merged with the kernels.
+    adapters: Parts of each layer that change with its adapter, in the compute dtype: `Adapters`,
+      and merged kernels of experts. Empty if there are none, or if all kernels are merged.
   """
 
   embed: Float[Array, "V D"]
@@ -54,7 +54,7 @@ class SamplerWeights:
   final_norm: Float[Array, " D"]
   head: Array
   quantized: dict[str, Any] = dataclasses.field(default_factory=dict)
-  adapters: list[dict[str, Adapters]] = dataclasses.field(default_factory=list)
+  adapters: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
 def split_layers(params: transformer.Params, options: ProgramOptions) -> SamplerWeights:
@@ -62,7 +62,8 @@ def split_layers(params: transformer.Params, options: ProgramOptions) -> Sampler
 
   Kernels are rounded to the compute dtype here and not at every token. The embedding, the final
   norm, a head in the compute dtype and quantised kernels are the trainer's own arrays and not
-  copies. A `LowRank` kernel is merged with its adapter, or with `options.unmerged` kept apart.
+  copies. A `LowRank` kernel is merged with its adapter, or with `options.unmerged` kept apart;
+  those of experts are always merged.
   """
   dtype = options.products.compute_dtype
   head, _ = transformer.head(params, options.config)
@@ -92,8 +93,8 @@ def one_layer(
   return _unstack(one, 1, options.products.compute_dtype, options.mesh is None)[0]
 
 
-def adapters(params: transformer.Params, options: ProgramOptions) -> list[dict[str, Adapters]]:
-  """Returns a copy of the adapters of each layer; empty unless `options.unmerged`.
+def adapters(params: transformer.Params, options: ProgramOptions) -> list[dict[str, Any]]:
+  """Returns what changes with the adapter of each layer; empty unless `options.unmerged`.
 
   Args:
     params: Parameters, some of whose kernels may be `LowRank`.
@@ -154,17 +155,24 @@ def _kernels(
   params: transformer.Params, options: ProgramOptions
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """Returns the stacked leaves of layers that are copied, and quantised kernels."""
-  stack = (lora.base_of(params) if options.unmerged else params)["layers"]
+  stack = params["layers"]
+  if options.unmerged:
+    merged = lora.merged_always(stack)
+    stack = {name: x for name, x in lora.base_of(params)["layers"].items() if name not in merged}
   quantized = {name: x for name, x in stack.items() if isinstance(x, Quantized)}
   return {name: x for name, x in stack.items() if name not in quantized}, quantized
 
 
 def _adapter_arrays(params: transformer.Params, options: ProgramOptions) -> dict[str, LowRank]:
-  """Returns the stacked adapters that stay apart from their kernels, without the kernels."""
+  """Returns the stacked adapters that stay apart from their kernels, without the kernels.
+
+  Kernels of experts have their base, as they are merged.
+  """
   if not options.unmerged:
     return {}
   kernels = {name: x for name, x in params["layers"].items() if isinstance(x, LowRank)}
-  return {name: dataclasses.replace(x, base=None) for name, x in kernels.items()}
+  merged = lora.merged_always(kernels)
+  return {name: dataclasses.replace(x, base=None) for name, x in kernels.items()} | merged
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -207,8 +215,13 @@ def _unstack(
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _unstack_adapters(
   stacked: dict[str, LowRank], num_layers: int, dtype: Any
-) -> list[dict[str, Adapters]]:
-  """Splits stacked adapters without a base, and joins the A that have the same input."""
+) -> list[dict[str, Any]]:
+  """Splits stacked adapters, and joins the A that have the same input; experts are merged."""
+  merged = lora.merged_always(stacked)
+
+  def experts(i: int) -> dict[str, Array]:
+    own = {name: jax.tree.map(lambda x: x[i], kernel) for name, kernel in merged.items()}
+    return {name: lora.merged(kernel).astype(dtype) for name, kernel in own.items()}
 
   def of_layer(names: Sequence[str], i: int) -> Adapters:
     found = [stacked[name] for name in names]
@@ -218,6 +231,6 @@ def _unstack_adapters(
 
   groups = {names: [name for name in names if name in stacked] for names in _WITH_SAME_INPUT}
   return [
-    {adapters_name(names): of_layer(own, i) for names, own in groups.items() if own}
+    {adapters_name(names): of_layer(own, i) for names, own in groups.items() if own} | experts(i)
     for i in range(num_layers)
   ]

@@ -29,7 +29,12 @@ def completed(
   Args:
     params: Weights made by `lora.join`.
     config: Config of the model.
+
+  Raises:
+    ValueError: Experts have an adapter, which servers get merged only.
   """
+  if lora.merged_always(params["layers"]):
+    raise ValueError("adapters of experts are merged: SGLang needs model.lora.sync='merged'")
   own = {name: x for name, x in params["layers"].items() if isinstance(x, LowRank)}
   first = next(iter(own.values()))
   rank = first.a.shape[-1]

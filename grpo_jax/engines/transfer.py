@@ -335,7 +335,7 @@ class WeightFolders:
     try:
       if shares.own_file is not None:
         own = shares.files[shares.own_file]
-        adapter_files.write_files(own, options, scratch, base=str(self._source or ""))
+        adapter_files.write_files(own, self._config, options, scratch, base=str(self._source or ""))
     finally:
       shares.fetch_rest()
 

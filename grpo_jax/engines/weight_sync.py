@@ -83,8 +83,7 @@ class WeightSync:
     weights, copies = self._copied(params, gathering, options)
     weights = jax.block_until_ready(weights)
     took = time.perf_counter() - began
-    if not options.unmerged:
-      self._merged_share.measure(params)
+    self._merged_share.measure(params, is_apart=options.unmerged)
     return SyncedWeights(options, weights, _bytes_beside(params, copies), took)
 
   def described(self, params: Any) -> tuple[SamplerWeights, ProgramOptions]:
@@ -109,9 +108,7 @@ class WeightSync:
     """
     gathering = self._gathering_of(params)
     first = [] if gathering is None else gathering.jobs(options)
-    if not options.unmerged:
-      first += self._merged_share.jobs(params)
-    return first
+    return [*first, *self._merged_share.jobs(params, is_apart=options.unmerged)]
 
   def metrics(self) -> dict[str, float]:
     """Returns what merging with rounded weights has lost; empty if nothing was merged."""

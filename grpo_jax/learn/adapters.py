@@ -83,9 +83,10 @@ def squared_norm(adapter: Any, *, scale: float) -> Array:
   """
   exact = jax.lax.Precision.HIGHEST
   total = jnp.float32(0)
-  for parts in adapter.values():
-    inner = jnp.einsum("lir,lis->lrs", parts["a"], parts["a"], precision=exact)
-    outer = jnp.einsum("lro,lso->lrs", parts["b"], parts["b"], precision=exact)
+  for kernel, parts in adapter.items():
+    a, b = adapter[lora.holder(kernel, "a")]["a"], parts["b"]
+    inner = jnp.einsum("...ir,...is->...rs", a, a, precision=exact)
+    outer = jnp.einsum("...ro,...so->...rs", b, b, precision=exact)
     total += jnp.sum(inner * outer)
   return scale**2 * jnp.maximum(total, 0.0)  # rounding may make a norm of 0 negative.
 

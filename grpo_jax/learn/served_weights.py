@@ -49,10 +49,12 @@ def rounded(params: Any, dtype: Any, *, is_merged: bool) -> Any:
   Args:
     params: Full weights; kernels may be `LowRank`, and their bases quantised.
     dtype: Dtype of the engine's weights.
-    is_merged: Whether it gets such kernels merged.
+    is_merged: Whether it gets all such kernels merged, and not only those of experts.
   """
   is_quantized = lambda x: isinstance(x, quantized.Quantized)
-  is_whole = lambda x: is_quantized(x) or (is_merged and isinstance(x, LowRank))
+  of_experts = lambda x: x.b.ndim == 4  # [L X r o]; they are always merged.
+  is_one = lambda x: isinstance(x, LowRank) and (is_merged or of_experts(x))
+  is_whole = lambda x: is_quantized(x) or is_one(x)
 
   def one(leaf: Any) -> Any:
     if isinstance(leaf, LowRank):

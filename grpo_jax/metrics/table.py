@@ -144,7 +144,8 @@ METRICS: dict[str, Definition] = {
   "lora/merged_share": Definition(
     "share",
     "part of the adapter that is left where merged weights are rounded, at the newest sync: "
-    "⟨round(W + Δ) - round(W), Δ⟩ / ⟨Δ, Δ⟩ with Δ = s A B; only if they are",
+    "⟨round(W + Δ) - round(W), Δ⟩ / ⟨Δ, Δ⟩ with Δ = s A B; only if they are. With adapters apart:"
+    " that of experts, which the trainer rounds, too",
     "> 0.5",
   ),
   # --- what the update learns from ---

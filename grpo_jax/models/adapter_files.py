@@ -43,7 +43,7 @@ def write(
   processes, all of them make the same call; the main one writes.
 
   Args:
-    adapter: Tree {kernel: {"a": [L i r], "b": [L r o]}}, sharded or not.
+    adapter: Tree {kernel: {"a": [L i r], "b": [L r o]}}, sharded or not; see `lora`.
     config: Sizes of the base model.
     options: Options of the adapter.
     folder: Folder to write.
@@ -62,7 +62,7 @@ def write(
 
   def replace(tensors: Sequence[safetensors.ToWrite]) -> None:
     def fill(scratch: pathlib.Path) -> None:
-      write_files(tensors, options, scratch, base=base)
+      write_files(tensors, config, options, scratch, base=base)
       if tokenizer is not None:
         write_tokenizer(scratch, tokenizer, templates)
 
@@ -75,13 +75,14 @@ def write(
 
 def write_files(
   tensors: Sequence[safetensors.ToWrite],
+  config: ModelConfig,
   options: lora.AdapterOptions,
   folder: pathlib.Path,
   *,
   base: str,
 ) -> None:
   """Writes both files into an existing folder; see `write` for the arguments."""
-  export.write_json(folder / CONFIG_FILE, peft_format.to_peft(options, base=base))
+  export.write_json(folder / CONFIG_FILE, peft_format.to_peft(config, options, base=base))
   safetensors.write_file(folder / WEIGHTS_FILE, tensors)
 
 
@@ -108,17 +109,19 @@ def to_write(
   The tensors must be taken in their order: the leaf that the last one is in is kept on the host.
   """
   fetched = _Fetched(adapter)
-  return [
-    safetensors.ToWrite(
+
+  def of(each: peft_format.StoredFactor) -> safetensors.ToWrite:
+    own = adapter[each.kernels[0]][each.part]
+    return safetensors.ToWrite(
       each.name,
       each.shape,
-      np.dtype(adapter[each.kernel][each.part].dtype if dtype is None else dtype),
-      values=functools.partial(_in_file, fetched, each, dtype),
-      take_part=functools.partial(fetched.fetch, each.kernel, each.part),
-      copies=arrays.copies_of_fetch(adapter[each.kernel][each.part]) + 2,
+      np.dtype(own.dtype if dtype is None else dtype),
+      values=lambda: each.in_file([x[each.layer] for x in fetched.of(each)], dtype),
+      take_part=lambda: fetched.fetch(each),
+      copies=len(each.kernels) * arrays.copies_of_fetch(own) + 2,
     )
-    for each in peft_format.stored(config, options)
-  ]
+
+  return [of(each) for each in peft_format.stored(config, options)]
 
 
 def stored_to_write(
@@ -128,7 +131,8 @@ def stored_to_write(
   made = np.dtype(dtype)
 
   def read(each: peft_format.StoredFactor) -> np.ndarray:
-    return np.ascontiguousarray(adapter.read(each.kernel, each.part, each.layer).T, made)
+    own = [adapter.read(kernel, each.part, each.layer) for kernel in each.kernels]
+    return each.in_file(own, made)
 
   return [
     safetensors.ToWrite(each.name, each.shape, made, functools.partial(read, each))
@@ -137,27 +141,23 @@ def stored_to_write(
 
 
 class _Fetched:
-  """The leaves of an adapter on the host, one at a time."""
+  """The leaves of an adapter on the host: those of one kind of tensor at a time."""
 
   def __init__(self, adapter: Mapping[str, Any]):
     self._adapter = adapter
-    self._last: tuple[Any, Any] = None, None
+    self._last: tuple[Any, list[np.ndarray]] = None, []
 
-  def fetch(self, kernel: str, part: str) -> None:
-    """Fetches a leaf unless it was the last one; all processes take part."""
-    if self._last[0] != (kernel, part):
-      self._last = None, None  # never two at once.
-      self._last = (kernel, part), arrays.fetch(self._adapter[kernel][part])
+  def fetch(self, each: peft_format.StoredFactor) -> None:
+    """Fetches the leaves of a tensor unless they were the last ones; all processes take part."""
+    key = each.kernels, each.part
+    if self._last[0] != key:
+      self._last = None, []  # never those of two kinds at once.
+      self._last = key, [arrays.fetch(self._adapter[name][each.part]) for name in each.kernels]
 
-  def leaf(self, kernel: str, part: str) -> np.ndarray:
-    """Fetches and returns a leaf."""
-    self.fetch(kernel, part)
+  def of(self, each: peft_format.StoredFactor) -> list[np.ndarray]:
+    """Fetches and returns the leaves of a tensor."""
+    self.fetch(each)
     return self._last[1]
-
-
-def _in_file(fetched: _Fetched, each: peft_format.StoredFactor, dtype: Any) -> np.ndarray:
-  values = fetched.leaf(each.kernel, each.part)[each.layer].T
-  return np.ascontiguousarray(values, dtype)
 
 
 def options(folder: str | pathlib.Path) -> lora.AdapterOptions:
@@ -218,7 +218,7 @@ def read(
     dtype: Dtype of the arrays, whatever the file contains.
 
   Returns:
-    The tree {kernel: {"a": [L i r], "b": [L r o]}}.
+    The tree {kernel: {"a": [L i r], "b": [L r o]}}; see `lora`.
 
   Raises:
     MissingModel, ModelError: As for `look`; or a value is not finite.
@@ -226,7 +226,7 @@ def read(
   found, tensors = _checked(pathlib.Path(folder).expanduser(), config)
   adapter: lora.Adapter = {}
   for (kernel, part), own in peft_format.by_leaf(config, found).items():
-    values = stacked(tensors, own, dtype=dtype)
+    values = stacked(tensors, own, kernel, dtype=dtype)
     placed = arrays.put(values, sharding[kernel][part]) if sharding else jax.device_put(values)
     adapter.setdefault(kernel, {})[part] = jax.block_until_ready(placed)  # frees the host's copy.
   return adapter
@@ -242,6 +242,7 @@ class FolderAdapter:
     """Opens and checks a folder; raises the errors of `look`."""
     found, self._tensors = _checked(pathlib.Path(folder).expanduser(), config)
     self._options = dataclasses.replace(found, base_dtype="float32")
+    self._factors = peft_format.by_leaf(config, found)
 
   @property
   def options(self) -> lora.AdapterOptions:
@@ -249,37 +250,44 @@ class FolderAdapter:
     return self._options
 
   def read(self, kernel: str, part: str, layer: int) -> np.ndarray:
-    """Returns A [i r] or B [r o] of a kernel in a layer, in float32.
+    """Returns A [(X) i r] or B [(X) r o] of a kernel in a layer, in float32.
 
     Raises:
       ModelError: A value is not finite.
     """
-    return _layer(self._tensors, peft_format.tensor_name(kernel, layer, part), np.float32)
+    each = self._factors[kernel, part][layer]
+    return each.in_tree(_layer(self._tensors, each.name, np.float32), kernel)
 
 
 def stacked(
-  tensors: safetensors.Folder, own: Sequence[peft_format.StoredFactor], *, dtype: Any = np.float32
+  tensors: safetensors.Folder,
+  own: Sequence[peft_format.StoredFactor],
+  kernel: str,
+  *,
+  dtype: Any = np.float32,
 ) -> np.ndarray:
   """Returns one leaf of an adapter, whose layers are tensors of a file.
 
   Args:
     tensors: Tensors of a PEFT folder.
     own: Tensors of the leaf, in the order of the layers.
+    kernel: Kernel of the leaf.
     dtype: Dtype of the result.
 
   Raises:
     ModelError: A value is not finite.
   """
-  values = np.empty((len(own), *own[0].shape[::-1]), dtype)
+  shape = own[0].shapes[own[0].kernels.index(kernel)]
+  values = np.empty((len(own), *shape), dtype)
   for place, each in enumerate(own):
-    values[place] = _layer(tensors, each.name, dtype)
+    values[place] = each.in_tree(_layer(tensors, each.name, dtype), kernel)
   return values
 
 
 def _layer(tensors: safetensors.Folder, name: str, dtype: Any) -> np.ndarray:
-  """Returns one tensor of a file as [i r] or [r o]; raises the same errors as `stacked`."""
+  """Returns one tensor of a file; raises the same errors as `stacked`."""
   with np.errstate(over="ignore"):
-    values = tensors.read(name).T.astype(dtype)
+    values = tensors.read(name).astype(dtype)
   if not np.isfinite(values).all():
     raise ModelError(
       f"{tensors.entries[name].file}: {name} has values that are not finite numbers of"
@@ -320,7 +328,10 @@ def _checked(
 ) -> tuple[lora.AdapterOptions, safetensors.Folder]:
   """Opens a folder and checks its tensors; raises the errors of `look`."""
   found, tensors = _open(directory, config.num_layers)
-  faults = _misfits(tensors.shapes, config, found)
+  try:
+    faults = _misfits(tensors.shapes, config, found)
+  except ValueError as error:  # a kernel that the model does not have.
+    faults = [str(error)]
   if faults:
     more = [f"and {len(faults) - _SHOWN_FAULTS} more"] if len(faults) > _SHOWN_FAULTS else []
     base = base_of(directory)

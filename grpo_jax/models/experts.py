@@ -2,6 +2,10 @@
 
 The router is frozen: its weight has no gradient, as public recipes of GRPO have it, and there is no
 loss for its balance. Gradients flow through its probabilities to the tokens.
+
+Experts with an adapter are merged, W + s A B in float32, layer by layer: groups of rows then have
+the products that they have without one, and what is trained is what an engine with merged weights
+computes.
 """
 
 import dataclasses
@@ -15,9 +19,9 @@ from grpo_kernels import rounding
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from grpo_jax.models import expert_dispatch, leaves
+from grpo_jax.models import expert_dispatch, leaves, lora
 from grpo_jax.models.mixture import Mixture
-from grpo_jax.models.products import WEIGHT_PRODUCT, Products
+from grpo_jax.models.products import WEIGHT_PRODUCT, LowRank, Products
 
 # (W_gate x, W_up x) → the input of W_down.
 Gated = Callable[[Array, Array], Array]
@@ -86,7 +90,7 @@ def computed(
   """Returns Σ_j w_j W_down,j f(W_gate,j x, W_up,j x) over the experts j of each token, float32.
 
   Args:
-    params: Parameters of one layer.
+    params: Parameters of one layer; kernels of experts may be `LowRank`.
     x: Input of the layer's feed-forward part, normed.
     experts: Experts of each token, made by `chosen`.
     weights: Their weights.
@@ -103,8 +107,13 @@ def computed(
   rows: Any = expert_dispatch.to_experts(dispatch, x, routed)
 
   def dots(names: tuple[str, ...], x: Array, dtype: Any) -> tuple[Array, ...]:
+    def of(x: Array, kernels: list[Any], sizes: Array) -> tuple[Array, ...]:
+      return expert_dispatch.dots(dispatch, x, _merged(kernels), names, sizes, dtype)
+
     kernels = [params[name] for name in names]
-    found = expert_dispatch.dots(dispatch, x, kernels, names, routed.sizes, dtype)
+    if any(isinstance(w, LowRank) for w in kernels):  # the backward pass merges again.
+      of = jax.checkpoint(of, prevent_cse=False)
+    found = of(x, kernels, routed.sizes)
     return tuple(checkpoint_name(y, WEIGHT_PRODUCT) for y in found)
 
   gate, up, down = leaves.EXPERTS
@@ -124,10 +133,14 @@ def _by_every_expert(
 
   For few tokens on a mesh, which read nearly all experts anyway: weights stay where they are.
   """
-  gate, up, down = (params[name] for name in leaves.EXPERTS)
+  gate, up, down = _merged([params[name] for name in leaves.EXPERTS])
   share = jax.nn.one_hot(experts, gate.shape[0], dtype=jnp.float32)
   share = jnp.einsum("btkx,btk->btx", share, weights, precision=jax.lax.Precision.HIGHEST)
   product = functools.partial(products.contract, "btd,xdf->btxf", out_dtype=products.out_dtype)
   hidden = gated(product(x, gate), product(x, up))
   hidden = rounding.rounded(hidden.astype(jnp.float32) * share[..., None], products.out_dtype)
   return products.contract("btxf,xfd->btd", hidden, down)
+
+
+def _merged(kernels: list[Any]) -> list[Array]:
+  return [lora.merged_of_layer(w) if isinstance(w, LowRank) else w for w in kernels]

@@ -20,7 +20,10 @@ class StoredAdapter(Protocol):
     ...
 
   def read(self, kernel: str, part: str, layer: int) -> np.ndarray:
-    """Returns A [i r] (part "a") or B [r o] (part "b") of a kernel in a layer, in float32."""
+    """Returns A [i r] (part "a") or B [r o] (part "b") of a kernel in a layer, in float32.
+
+    Those of experts are [X i r] and [X r o]; see `lora.holder` for the kernels that have an A.
+    """
     ...
 
 
@@ -50,7 +53,7 @@ class MergedTensors:
     """
     self._base, self._adapter, self._rounded = base, adapter, rounded
     self._stored = {stored.name: stored for stored in leaves.stored(config)}
-    self._kernels = frozenset(lora.targets(adapter.options.targets))
+    self._kernels = frozenset(lora.kernels(config, adapter.options))
     self._last: tuple[Any, Any] = None, None
 
   @property
@@ -66,6 +69,8 @@ class MergedTensors:
     if stored.layer is None or kernel not in self._kernels:
       return values
     a, b = self._parts(kernel, stored.layer)
+    if stored.expert is not None:
+      a, b = a[stored.expert], b[stored.expert]
     product = b.T[rows] @ a.T  # files hold kernels as [out, in].
     product *= np.float32(self._adapter.options.scale)
     product += values
@@ -74,6 +79,6 @@ class MergedTensors:
   def _parts(self, kernel: str, layer: int) -> tuple[np.ndarray, np.ndarray]:
     if self._last[0] != (kernel, layer):
       self._last = None, None  # never those of two kernels.
-      a, b = (self._adapter.read(kernel, part, layer) for part in ("a", "b"))
+      a, b = (self._adapter.read(lora.holder(kernel, part), part, layer) for part in ("a", "b"))
       self._last = (kernel, layer), (a, b)
     return self._last[1]

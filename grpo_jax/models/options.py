@@ -26,7 +26,8 @@ class LoraOptions:
   alpha: float = option(32.0, "A B is multiplied by alpha / rank", checked.number(above=0))
   targets: tuple[str, ...] = option(
     ("all",),
-    'kernels with an adapter: "all", names or patterns: q, k, v, o, gate, up, down, "mlp.*"',
+    'kernels with an adapter: "all", names or patterns: q, k, v, o, gate, up, down, "mlp.*",'
+    ' "mlp.experts.*"',
     _TARGETS,
   )
   rank_stabilized: bool = option(False, "multiplies by alpha / √rank")
@@ -41,7 +42,7 @@ class LoraOptions:
   sync: Literal["merged", "adapter"] | None = option(
     None,
     'what engines get: "merged" weights or the "adapter"; None: the adapter if they compute'
-    " in bfloat16 or the base is quantised",
+    " in bfloat16 or the base is quantised. Experts are always merged",
   )
 
 

@@ -147,7 +147,7 @@ class CheckpointAdapter:
     return self._options
 
   def read(self, kernel: str, part: str, layer: int) -> np.ndarray:
-    """Returns A [i r] (part "a") or B [r o] (part "b") of a kernel in a layer, in float32.
+    """Returns A [(X) i r] (part "a") or B [(X) r o] (part "b") of a kernel in a layer, in float32.
 
     Raises:
       WeightsError: The checkpoint was deleted meanwhile, or its arrays make no sense.

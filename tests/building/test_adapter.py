@@ -164,13 +164,21 @@ def test_ranks_that_the_kernels_do_not_have(model, caplog):
 
 
 @pytest.mark.long
-def test_experts_have_no_adapters_and_are_not_quantised(tmp_path):
+def test_experts_have_adapters_and_are_not_quantised(tmp_path):
   folder = tiny.write(tmp_path / "mixture", family="qwen3_moe")
   facts = loading.read_facts(folder)
   own = {"rank": 4, "targets": ("q", "o")}
   adapter.check(typed(config_of(folder, **own)), facts)
-  with pytest.raises(ConfigError, match=r"targets has gate, up, down, but .* has experts in their"):
-    adapter.check(typed(config_of(folder, rank=4)), facts)
+  config = config_of(folder, rank=4)
+  adapter.check(typed(config), facts)
+  with pytest.raises(ConfigError, match=r"of a mixture without expert_up: .*\(.*mixture\)$"):
+    adapter.check(typed(config_of(folder, rank=4, targets=("gate",))), facts)
+  config.engine.name = "sglang"
+  config.model.compute_dtype = "bfloat16"
+  with pytest.raises(ConfigError, match=r"SGLang servers get merged only: set model.lora.sync='me"):
+    adapter.check(typed(config), facts)
+  config.model.lora.sync = "merged"
+  adapter.check(typed(config), facts)
   with pytest.raises(ConfigError, match=r"base_dtype='nf4' needs a model without experts"):
     adapter.check(typed(config_of(folder, **own, base_dtype="nf4")), facts)
 

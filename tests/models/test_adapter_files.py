@@ -61,7 +61,8 @@ def rewritten(folder, change):
     ({"layer_replication": [[0, 2]]}, "layer_replication="),
     ({"fan_in_fan_out": True}, "fan_in_fan_out=True"),
     ({"trainable_token_indices": [1]}, "trainable_token_indices="),
-    ({"target_parameters": ["experts"]}, "target_parameters="),
+    ({"target_parameters": ["experts"]}, "target_parameters needs those of experts: mlp.experts"),
+    ({"target_parameters": ["gate_up_proj"]}, "target_parameters needs those of experts"),
     ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens="),
     ({"use_something_new": 1}, "use_something_new=1: this option is not known here"),
     ({"peft_type": "IA3"}, "peft_type needs LORA; .*got 'IA3'"),
@@ -258,7 +259,7 @@ def test_only_one_leaf_is_on_the_host(monkeypatch):
 
 def test_a_rank_stabilised_scale_is_one_that_every_reader_multiplies_by():
   options = lora.AdapterOptions(9, 8.0, rank_stabilized=True)
-  written = peft_format.to_peft(options, base="x")
+  written = peft_format.to_peft(CONFIG, options, base="x")
   assert written["use_rslora"] is False
   assert written["lora_alpha"] / written["r"] == pytest.approx(options.scale, rel=1e-15)
   assert written["lora_alpha"] == 24 and type(written["lora_alpha"]) is int
