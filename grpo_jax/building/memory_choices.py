@@ -314,7 +314,10 @@ def _with_sampler(config: Config, full: Any, mesh: Mesh, held: Arrays) -> Arrays
   dtype = Products(config.model.compute_dtype).compute_dtype
   part, own = local_devices.part_of(mesh), config.engine.devices
   base = lora.base_of(full)
-  copied = {n: x for n, x in base["layers"].items() if not isinstance(x, (Int8, Nf4))}
+  is_unmerged = bool(lora_options.is_unmerged(config))
+  merged = lora.merged_always(full["layers"]) if is_unmerged else {}
+  left_out = lambda name, x: isinstance(x, (Int8, Nf4)) or name in merged
+  copied = {name: x for name, x in base["layers"].items() if not left_out(name, x)}
   heads = {"embed": base["embed"], **({"head": base["head"]} if "head" in base else {})}
   keeps = ahead_options.is_ahead(config)
   copies_heads = part is not None or own is not None or keeps
@@ -323,8 +326,12 @@ def _with_sampler(config: Config, full: Any, mesh: Mesh, held: Arrays) -> Arrays
     heads = {} if table.dtype == dtype else {"head": table}
   scale = _split(mesh) / (len(own) if own else _split(part.mesh if part else mesh))
   copies = int(scale * _bytes_as(dtype.itemsize, (copied, heads)))
-  is_unmerged = bool(lora_options.is_unmerged(config))
-  adapter = held.adapter * dtype.itemsize // 4 if is_unmerged else 0
+  adapter = 0
+  if is_unmerged:  # what changes with it: the merged experts, and the adapters of other kernels.
+    of_experts = int(scale * _bytes_as(dtype.itemsize, [x.base for x in merged.values()]))
+    factors = {id(part): part for x in merged.values() for part in (x.a, x.b)}
+    apart = held.adapter - bytes_of_device([*factors.values()])
+    adapter = of_experts + apart * dtype.itemsize // 4
   return dataclasses.replace(
     held, sampler=copies + adapter, kept=copies if is_unmerged else 0, keeps_sampler=keeps
   )

@@ -21,7 +21,7 @@ from grpo_kernels.linear_logprobs import token_local
 
 from grpo_jax.batching.packing import Shape
 from grpo_jax.learn.policy import attach, full_weights, trainable_of
-from grpo_jax.models import leaves, transformer
+from grpo_jax.models import leaves, lora, transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 
@@ -126,8 +126,10 @@ def _layer(replica: Replica, remat: str) -> int:
   parts = lambda leaf: replica.expert_parts if leaf.kind == "experts" else 1
   of_layer = leaves.layer(replica.model).values()
   weights = sum(math.prod(leaf.shape) // parts(leaf) for leaf in of_layer)
+  merged = lora.merged_always(full_weights(replica.weights)["layers"])  # in float32, first.
+  experts = sum(math.prod(x.shape[1:]) // replica.expert_parts for x in merged.values())
   # The weights of this layer and of the next one, and the gradient of this layer's.
-  return recomputed + cotangents + (2 * size + _FLOAT32) * weights
+  return recomputed + cotangents + (2 * size + _FLOAT32) * weights + _FLOAT32 * experts
 
 
 def _kept(replica: Replica, remat: str) -> int:

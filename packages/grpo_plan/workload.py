@@ -26,6 +26,8 @@ from grpo_plan.topologies import PlanError
 
 # Times that an update reads each weight in the compute dtype: forward, backward, recomputation.
 _READS = {"full": 3, "dots": 2, "none": 2}
+# Products that form s A B in an update: forward, backward again, and the gradients of A and of B.
+_OF_MERGING = 4
 # Decode steps of one call.
 _CHUNK: int = inspect.signature(JaxSampler).parameters["chunk_tokens"].default
 
@@ -155,9 +157,11 @@ def of_step(run: PlannedRun, assumed: Lengths, *, hosts: int) -> list[PhaseWork]
   if scorings:
     forward = operations(run, assumed, forward_cost(run.model))
     read = scorings * count * _gathered(run)
+    forward += count * merging(run)
     found.append(PhaseWork("scoring", "score", float(scorings * count), scorings * forward, read))
   epochs = run.config.learn.epochs
-  update = epochs * operations(run, assumed, update_cost(run))
+  update = operations(run, assumed, update_cost(run)) + count * _OF_MERGING * merging(run)
+  update *= epochs
   reads = _READS[run.config.model.remat or REMATS[0]]
   each = reads * _gathered(run) + 2 * run.arrays.sums
   calls = float(epochs * count)
@@ -177,21 +181,46 @@ def of_step(run: PlannedRun, assumed: Lengths, *, hosts: int) -> list[PhaseWork]
 def update_cost(run: PlannedRun) -> packing.Cost:
   """Returns the operations of a gradient, without those that a frozen base saves.
 
-  The gradient of a frozen kernel, or of a frozen head, is one product that is not computed. The
-  adapter's own products are small ones of its rank, as many as those of a trained kernel.
+  The gradient of a frozen kernel, or of a frozen head, is one product that is not computed, unless
+  the kernel is merged, as those of experts are. The adapter's own products are small ones of its
+  rank, as many as those of a trained kernel; see `merging` for those of experts.
   """
   cost = run.made.cost
   if run.made.composition is None:
     return cost
   used = run.model.num_layers * leaves.used_by_token(run.model)
   of_layers, of_head = (2.0 * n for n in (used, _weights_of_head(run)))
-  adapter = 2.0 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(run.made.state.params))
+  trained = run.made.state.params
+  apart = [trained[name] for name in trained if name not in leaves.EXPERTS]
+  adapter = 2.0 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(apart))
   of_adapter = cost.place / of_layers * adapter
+  with_gradients = 2.0 * run.model.num_layers * _used_of_merged(run)
   return dataclasses.replace(
     cost,
-    place=cost.place - of_layers + of_adapter,
+    place=cost.place - of_layers + with_gradients + of_adapter,
     loss_place=cost.loss_place - of_head,
   )
+
+
+def merging(run: PlannedRun) -> float:
+  """Returns the operations of s A B of all experts with an adapter, once."""
+  rank = run.config.model.lora.rank or 0
+  of_layer = leaves.layer(run.model)
+  sizes = sum(math.prod(of_layer[name].shape) for name in _merged(run))
+  return 2.0 * run.model.num_layers * rank * sizes
+
+
+def _used_of_merged(run: PlannedRun) -> int:
+  """Returns how many weights of merged kernels of one layer a token is multiplied with."""
+  mixture, of_layer = run.model.mixture, leaves.layer(run.model)
+  chosen = 0 if mixture is None else mixture.experts_per_token
+  return chosen * sum(math.prod(of_layer[name].shape[1:]) for name in _merged(run))
+
+
+def _merged(run: PlannedRun) -> list[str]:
+  """Returns the kernels of experts that have an adapter."""
+  is_adapted = run.made.composition is not None
+  return [name for name in leaves.EXPERTS if is_adapted and name in run.made.state.params]
 
 
 def _scorings(run: PlannedRun) -> int:
