@@ -24,6 +24,10 @@ from grpo_jax.models.products import Adapters, FusedKernels, LowRank, OutputMajo
 from grpo_jax.processes import local_devices
 
 _REMEDY_MOVING = "split the weights over more devices"
+_MOVING = {
+  sampler_weights.one_layer: "copying a layer to the sampler",
+  sampler_weights.adapters_of_layer: "copying the adapter of a layer to the sampler",
+}
 _REMEDY = "split the weights over more devices of each process, or sample with servers"
 
 
@@ -171,7 +175,7 @@ class Moving:
     self._params = jax.tree.map(_described, params)
     self.local = self._as_local(self._params)
     self._layout = _Layout(self.local, is_tied=options.config.tie_embeddings)
-    self._of_layer: Program | None = None
+    self._programs: dict[Any, Program] = {}
     # described for options.
     self._copy: tuple[sampler_inputs.ProgramOptions, sampler_weights.SamplerWeights] | None = None
 
@@ -198,8 +202,11 @@ class Moving:
     return _with(weights, head=head, adapters=adapters)
 
   def jobs(self, options: sampler_inputs.ProgramOptions) -> list[CompileJob]:
-    """Returns the compilation of the program that makes a layer."""
-    return [self._program_for(options).job(self._params, abstract(np.int32(0)))]
+    """Returns the compilations of the programs that make a layer, and its adapter."""
+    programs = [self._program_for(options, sampler_weights.one_layer)]
+    if self.described(options).adapters:
+      programs.append(self._program_for(options, sampler_weights.adapters_of_layer))
+    return [program.job(self._params, abstract(np.int32(0))) for program in programs]
 
   def __call__(
     self, params: Any, options: sampler_inputs.ProgramOptions
@@ -211,7 +218,8 @@ class Moving:
       options: Options of the sampler on its devices.
     """
     like = self.described(options)
-    make, dtype = self._program_for(options), options.products.compute_dtype
+    make = self._program_for(options, sampler_weights.one_layer)
+    dtype = options.products.compute_dtype
     layers = []
     for number, of_layer in enumerate(like.layers):
       layers.append(self._moved(make(params, np.int32(number)), of_layer))
@@ -233,9 +241,11 @@ class Moving:
 
   def adapters(self, params: Any, options: sampler_inputs.ProgramOptions) -> list[dict[str, Any]]:
     """Returns the copy of `sampler_weights.adapters`, as `__call__` does that of all."""
-    found = sampler_weights.adapters(params, options)
-    like = self._placed(found, self._layout.adapters(found))
-    return jax.tree.map(lambda x, of: self._moved(_whole(x), of), found, like)
+    make, moved = self._program_for(options, sampler_weights.adapters_of_layer), []
+    for number, of_layer in enumerate(self.described(options).adapters):
+      moved.append(self._moved(make(params, np.int32(number)), of_layer))
+      jax.block_until_ready(moved[-1])  # experts are merged, and as large as those of the base.
+    return moved
 
   def _as_local(self, params: Any) -> Any:
     """Describes the parameters as if they were on the devices that sample."""
@@ -281,14 +291,15 @@ class Moving:
 
     return jax.tree.map(move, tree, like)
 
-  def _program_for(self, options: sampler_inputs.ProgramOptions) -> Program:
-    if self._of_layer is None:
+  def _program_for(self, options: sampler_inputs.ProgramOptions, of_layer: Any) -> Program:
+    """Returns the program of a function (params, number, options) → arrays of a layer."""
+    if of_layer not in self._programs:
       made = jax.jit(
-        lambda params, number: sampler_weights.one_layer(params, number, options),
+        lambda params, number: of_layer(params, number, options),
         out_shardings=_everywhere(self._params["embed"]),
       )
-      self._of_layer = Program(made, name="copying a layer to the sampler", remedy=_REMEDY_MOVING)
-    return self._of_layer
+      self._programs[of_layer] = Program(made, name=_MOVING[of_layer], remedy=_REMEDY_MOVING)
+    return self._programs[of_layer]
 
 
 def _everywhere(like: Any) -> NamedSharding | None:

@@ -106,6 +106,21 @@ def adapters(params: transformer.Params, options: ProgramOptions) -> list[dict[s
   return _unstack_adapters(found, options.config.num_layers, options.products.compute_dtype)
 
 
+def adapters_of_layer(
+  params: transformer.Params, number: Any, options: ProgramOptions
+) -> dict[str, Any]:
+  """Returns one of the layers that `adapters` makes; called inside of programs.
+
+  Args:
+    params: Parameters, as in `adapters`.
+    number: Number of the layer.
+    options: Options of the programs; `unmerged`.
+  """
+  found = _adapter_arrays(params, options)
+  one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, number, 1), found)
+  return _unstack_adapters(one, 1, options.products.compute_dtype)[0]
+
+
 def described(params: Any, options: ProgramOptions) -> SamplerWeights:
   """Returns shapes, dtypes and shardings of what `split_layers` returns.
 

@@ -14,6 +14,7 @@ from tests.engines.test_jax_sampler import counted_compilations, texts
 
 CONFIG = tiny.config(vocab_size=64, num_layers=1)
 ONE_LAYER = tiny.config("qwen2", vocab_size=64, num_layers=1)
+EXPERTS = tiny.config("qwen3_moe", vocab_size=64, num_layers=2)
 REQUESTS = tiny.groups([[1, 2, 3], [5, 6, 7, 8], [9]], 4, stop_ids=(11,), max_tokens=20)
 PLANNED = {"prompt_tokens": 8, "completion_tokens": 20, "group_size": 4}
 MESH = {"data": 2, "fsdp": 2}
@@ -69,7 +70,13 @@ def adapted(seed, base=None):
   return test_jax_sampler_lora.joined(whole, config=ONE_LAYER, seed=seed)
 
 
+def adapted_experts(seed):
+  options, base = test_jax_sampler_lora.OPTIONS, test_jax_sampler_lora.base_of(config=EXPERTS)
+  return test_jax_sampler_lora.joined(base, options, EXPERTS, seed=seed)
+
+
 CASES = {
+  "experts": (EXPERTS, {"unmerged": True}, adapted_experts),
   "tied": (CONFIG, {}, None),
   "bfloat16": (ONE_LAYER, {"compute_dtype": "bfloat16"}, None),
   "merged": (ONE_LAYER, {"unmerged": False}, adapted),
