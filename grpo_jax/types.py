@@ -235,6 +235,9 @@ class Batch:
   ages: Int[Numbers, "B N"] | None = None  # at `loss_places`; see `LossTokens.ages`.
   weights: Float[Numbers, "B N"] | None = None  # at `loss_places`; see `LossTokens.weights`.
   experts: Int[Numbers, "B T L k"] | None = None  # to use; see `ExpertShape`. None: none are set.
+  # Place of each slot, if the places of rows are dealt out to devices (`grpo_kernels.row_parts`).
+  # All else stays in the order of the places. None: rows are whole.
+  order: Int[Numbers, "B T"] | None = None
 
 
 @pytree

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from grpo_jax.batching import layout, packing
+from grpo_jax.batching import dealing, layout, packing
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.types import (
   Denominators,
@@ -90,6 +90,7 @@ def assemble(
   step: int | None = None,
   weighted: bool = False,
   experts: ExpertShape | None = None,
+  parts: int = 1,
 ) -> Assembled:
   """Packs groups into microbatches of the shapes given, as cheaply as they allow.
 
@@ -121,13 +122,15 @@ def assemble(
     weighted: Whether the batches have weights even if that of every completion in the loss is 1,
       so that all steps of a run use the same programs.
     experts: Shape of the records of experts that the batches have; None: they have none.
+    parts: Number of devices to which the places of a row are dealt out; 1: rows are whole.
 
   Returns:
     Minibatches, placements, and the metrics "batch/packing_efficiency" (tokens per
     place), "batch/repeated_prompt_tokens" (of prompts beyond their first copy), "batch/rows",
     "batch/row_tokens" (mean length of the rows), "batch/skipped_zero_advantage",
     "batch/left_out/REASON" (completions); of all passes, "batch/loss_tokens", "batch/microbatches"
-    and "batch/optimizer_steps"; and with experts "router/replayed_share".
+    and "batch/optimizer_steps"; with experts "router/replayed_share"; and with parts
+    "batch/busiest_part" (live tiles of the device that has most of a row, relative to the mean).
 
   Raises:
     ValueError: Lengths disagree, an advantage is not finite, a prompt has no
@@ -138,7 +141,7 @@ def assemble(
   prompt_limit = min(max_prompt_tokens or row_tokens, row_tokens - 1)
   weighted = weighted or has_weights(groups)
   not_computed: dict[tuple[int, int], str] = {}
-  parts = []
+  contents = []
   for members in np.array_split(np.arange(len(groups)), max(min(minibatches, len(groups)), 1)):
     part = _Part()
     for g in members:
@@ -154,13 +157,15 @@ def assemble(
         else:
           not_computed[int(g), r] = reason
       part.add(int(g), live, share_prefixes)
-    parts.append(part)
+    contents.append(part)
   made, placements, used = [], [], _Used()
-  for part in parts:
+  for part in contents:
     packed = packing.pack(part.sizes(groups), shapes, cost=cost, one_piece=not pack)
     if packed:
       options = {"step": step, "has_weights": weighted, "experts": experts}
       minibatch, placed = _minibatch(len(made), part, packed, groups, advantages, used, **options)
+      if parts > 1:
+        minibatch = used.dealt(minibatch, parts, cost)
       made.append(minibatch)
       placements += placed
   counts = collections.Counter(not_computed.values())
@@ -257,6 +262,7 @@ class _Used:
   tokens: int = 0
   prompt_tokens: int = 0
   once: int = 0  # tokens of prompts if each were stored once in an optimizer step.
+  work: list[np.ndarray] = dataclasses.field(default_factory=list)  # [B parts] of each microbatch.
 
   def count(self, segments: Sequence[layout.Segment], groups: Sequence[RolloutGroup]) -> None:
     """Adds the segments of an optimizer step."""
@@ -264,6 +270,12 @@ class _Used:
     self.tokens += sum(segment.tokens for segment in segments)
     self.prompt_tokens += sum(lengths)
     self.once += sum(dict(zip((s.group for s in segments), lengths, strict=True)).values())
+
+  def dealt(self, minibatch: Minibatch, parts: int, cost: packing.Cost) -> Minibatch:
+    """Returns a minibatch whose rows are dealt out; adds the work of each part."""
+    made = [dealing.dealt(x, parts, windows=cost.windows) for x in minibatch.microbatches]
+    self.work += [work for _, work in made]
+    return dataclasses.replace(minibatch, microbatches=tuple(batch for batch, _ in made))
 
 
 def _check(groups, advantages, row_tokens: int, minibatches: int) -> None:
@@ -355,6 +367,9 @@ def _metrics(
   }
   metrics: Metrics = {name: Mean(float(value), 1.0) for name, value in numbers.items()}
   metrics["batch/packing_efficiency"] = Mean(float(used.tokens), float(places))
+  if used.work:
+    work = np.concatenate(used.work)
+    metrics["batch/busiest_part"] = Mean(float(work.max(1).sum()), float(work.mean(1).sum()))
   replayed = [batch.experts for batch in batches if batch.experts is not None]
   if replayed:
     known = sum(int((each >= 0).all((-2, -1)).sum()) for each in replayed)

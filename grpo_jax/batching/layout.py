@@ -99,6 +99,7 @@ def described(
   has_ages: bool = False,
   has_weights: bool = False,
   experts: ExpertShape | None = None,
+  parts: int = 1,
 ) -> Batch:
   """Returns shapes, dtypes and shardings of a batch, in place of its arrays.
 
@@ -113,6 +114,7 @@ def described(
     has_ages: Whether the batch has the ages of its tokens; see `LossTokens.ages`.
     has_weights: Whether the batch has the weights of its completions; see `LossTokens.weights`.
     experts: Shape of the records of experts; None: the batch has none.
+    parts: Number of devices to which the places of a row are dealt out; 1: rows are whole.
   """
   arrays = blank(shape)
   at_places = np.zeros((shape.rows, shape.loss_tokens), np.float32)
@@ -125,6 +127,8 @@ def described(
   arrays |= {"weights": at_places} if has_weights else {}
   if experts is not None:
     arrays["experts"] = experts.unknown(shape.rows, shape.row_tokens)
+  if parts > 1:
+    arrays["order"] = arrays["tokens"]
   return programs.abstract(Batch(**arrays), sharding)
 
 

@@ -100,7 +100,7 @@ def log_devices(mesh: Mesh) -> None:
   is_chosen = left is not None and left[1].is_chosen
   note = f"; {left[0]} not used: {left[1].reason}" if left and is_chosen else ""
   _log.info("devices: %s%s", accelerators.used(devices, processes=processes.count()), note)
-  if crossing := device_mesh.describe(mesh.devices):
+  if crossing := device_mesh.describe(mesh.devices, mesh.axis_names):
     _log.info(crossing)
   if left and not is_chosen:
     found, cause = left
@@ -133,7 +133,13 @@ def check_attention(config: Config, mesh: Mesh, *, width: int | None = None) -> 
   """
   dtype = config.model.compute_dtype
   try:
-    attention_choice.pick(config.model.attention, _chip(mesh), dtype=dtype, width=width)
+    attention_choice.pick(
+      config.model.attention,
+      _chip(mesh),
+      dtype=dtype,
+      width=width,
+      in_parts=sharding.row_parts(mesh) > 1,
+    )
   except (ValueError, NotImplementedError) as error:
     raise configuration.ConfigError(f"model.attention: {error}") from error
 

@@ -224,7 +224,8 @@ class Computation:
     if self.measure is not None:
       found += self.measure.jobs(weights)
     if self.score_served is not None:
-      batch = layout.described(self.proof_shape, sharding.of_rows(self.mesh))
+      rows, parts = sharding.of_rows(self.mesh), sharding.row_parts(self.mesh)
+      batch = layout.described(self.proof_shape, rows, parts=parts)
       found.append(self.score_served.job(weights, batch, detail=_detail(self.proof_shape)))
     found.append(self.initialize.job(state.params))
     found += export.jobs(self.full, self.model, dtype=config.export.dtype)
@@ -263,7 +264,8 @@ class Computation:
     Args:
       **fields: Optional fields of a batch; see `layout.described`.
     """
-    rows, fields = sharding.of_rows(self.mesh), {"experts": self.experts} | fields
+    rows, parts = sharding.of_rows(self.mesh), sharding.row_parts(self.mesh)
+    fields = {"experts": self.experts, "parts": parts} | fields
     return {_detail(shape): layout.described(shape, rows, **fields) for shape in self.shapes}
 
   def _gather_jobs(self) -> list[CompileJob]:
@@ -384,7 +386,9 @@ def make(
     tx=tx,
     objective=objective,
     estimator=run_options.estimator(config),
-    shapes=batching_options.plan(config, cost=cost, replicas=sharding.replicas(mesh)),
+    shapes=batching_options.plan(
+      config, cost=cost, replicas=sharding.replicas(mesh), parts=sharding.row_parts(mesh)
+    ),
     cost=cost,
     update=update,
     score=score,

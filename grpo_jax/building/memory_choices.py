@@ -222,12 +222,13 @@ def _without_memory(config: Config, reason: str) -> Choices:
 
 
 def _shape(made: computation.Computation, remat: str) -> Shape:
-  """Returns the rows that one device has of the largest microbatch that a choice plans."""
-  replicas = sharding.replicas(made.mesh)
+  """Returns the rows, or parts of rows, of one device in the largest microbatch of a choice."""
+  replicas, parts = sharding.replicas(made.mesh), sharding.row_parts(made.mesh)
   cost = operations.update_cost(made.model, remat=remat)
-  shapes = batching_options.plan(made.config, cost=cost, replicas=replicas)
+  shapes = batching_options.plan(made.config, cost=cost, replicas=replicas, parts=parts)
   largest = max(shapes, key=lambda shape: shape.places)
-  return dataclasses.replace(largest, rows=largest.rows // replicas)
+  tokens, loss_tokens = largest.row_tokens // parts, largest.loss_tokens // parts
+  return Shape(largest.rows // replicas, tokens, loss_tokens)
 
 
 def _replica(made: computation.Computation) -> Replica:
@@ -251,6 +252,7 @@ def _replica(made: computation.Computation) -> Replica:
     gradients=bytes_of_device(trained),
     trains_head=adapter is None,
     expert_parts=experts,
+    row_parts=sharding.row_parts(mesh),
   )
 
 

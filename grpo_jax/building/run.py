@@ -42,7 +42,7 @@ from grpo_jax.engines import multihost
 from grpo_jax.engines.base import Engine
 from grpo_jax.files import atomic
 from grpo_jax.groups import credit, filters, learning_signal, shaping
-from grpo_jax.learn import monitoring, train_step
+from grpo_jax.learn import monitoring, sharding, train_step
 from grpo_jax.learn.group_scoring import GroupScorer
 from grpo_jax.learn.policy import Policy
 from grpo_jax.metrics import timing
@@ -451,6 +451,7 @@ def _assembling(config: Config, made: Computation) -> Callable[..., Assembled]:
     skip_zero_advantage=made.skips_zero_advantage,
     weighted=made.has_weights,
     experts=made.experts,
+    parts=sharding.row_parts(made.mesh),
   )
 
   def assembled(groups: Any, advantages: Any, step: int) -> Assembled:

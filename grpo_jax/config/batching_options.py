@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from grpo_jax.batching import packing
+from grpo_jax.batching import dealing, packing
 from grpo_jax.config import data_options
+from grpo_jax.config.configuration import ConfigError
 from grpo_jax.config.options import Config
 
 # Responses of a recorded group if no option bounds them; larger groups need more microbatches.
@@ -62,22 +63,36 @@ def load(config: Config) -> packing.Load:
   )
 
 
-def plan(config: Config, *, cost: packing.Cost, replicas: int) -> tuple[packing.Shape, ...]:
+def plan(
+  config: Config, *, cost: packing.Cost, replicas: int, parts: int = 1
+) -> tuple[packing.Shape, ...]:
   """Returns the shapes of the update, at most three.
 
   Args:
     config: Valid config of the run.
     cost: Function that returns the cost of a microbatch; see `learn.operations`.
     replicas: Number of replicas over which the rows of a microbatch are split.
+    parts: Number of devices of a replica, to which the places of each row are dealt out.
+
+  Raises:
+    ConfigError: The length of a row is not a multiple of the parts.
   """
-  options = config.batching
-  return packing.plan(
+  options, limit = config.batching, config.batching.microbatch_tokens
+  shapes = packing.plan(
     load(config),
     cost=cost,
     row_tokens=options.row_tokens,
     row_buckets=options.row_buckets,
-    microbatch_tokens=options.microbatch_tokens,
+    microbatch_tokens=None if limit is None else limit * parts,
     rows_multiple=replicas,
     share_prefixes=options.share_prefixes,
     pack=options.pack,
   )
+  for shape in shapes:
+    if dealing.chunks_of(shape.row_tokens, parts) is None:
+      raise ConfigError(
+        f"mesh.context={parts} divides the places of each row, and the run plans rows of"
+        f" {shape.row_tokens} tokens, which is not a multiple of {parts}: set batching.row_tokens"
+        " (and batching.row_buckets) to multiples of it, or mesh.context to a power of two"
+      )
+  return shapes

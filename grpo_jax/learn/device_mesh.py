@@ -6,7 +6,7 @@ a data centre. The mesh does not depend on how the devices are divided among pro
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 from jaxtyping import Shaped
 
 from grpo_jax.learn.options import MeshOptions
-from grpo_jax.models.placement import AXES, AXES_WITH_EXPERTS
+from grpo_jax.models.placement import ALL_AXES, AXES
 
 # Coordinates of the chips of a 4 × 4 slice, such as a v5e-16: a ring along the links in which the
 # 2 × 2 chips of a host follow each other. In the ring of `mesh_utils` they do not, so that a host
@@ -36,9 +36,10 @@ def make_mesh(
   fsdp: int = MeshOptions.fsdp,
   tensor: int = MeshOptions.tensor,
   expert: int = MeshOptions.expert,
+  context: int = MeshOptions.context,
   devices: Sequence[Any] | None = None,
 ) -> Mesh:
-  """Makes the mesh ("data", "fsdp", "tensor"), or ("data", "fsdp", "expert", "tensor").
+  """Makes the mesh ("data", "fsdp", "tensor"), with "expert" or "context" before "tensor".
 
   "tensor" joins the nearest devices and "data" the farthest: domains are crossed by "data" as far
   as the sizes allow, then by "fsdp". Within a TPU slice the axes follow its links.
@@ -49,6 +50,7 @@ def make_mesh(
     fsdp: Number of parts of weights and rows.
     tensor: Number of parts of heads, feed-forward and vocabulary.
     expert: Number of parts of experts and rows; 1: the mesh has no such axis.
+    context: Number of parts of the places of each row; 1: the mesh has no such axis.
     devices: Devices to use; None: all.
 
   Raises:
@@ -57,20 +59,27 @@ def make_mesh(
   """
   _check_processes(devices)
   devices = list(jax.devices() if devices is None else devices)
-  sizes = mesh_sizes(devices, data=data, fsdp=fsdp, tensor=tensor, expert=expert)
-  axes = _axes(sizes)
+  given = {"data": data, "fsdp": fsdp, "expert": expert, "context": context, "tensor": tensor}
+  sizes = mesh_sizes(devices, **given)
+  axes = _axes(given)
   return Mesh(_grid(devices, sizes), axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
-def _axes(sizes: Sequence[int]) -> tuple[str, ...]:
-  """Returns the names of the axes of these sizes."""
-  return AXES if len(sizes) == len(AXES) else AXES_WITH_EXPERTS
+def _axes(given: Mapping[str, int]) -> tuple[str, ...]:
+  """Returns the names of the axes of a mesh for which these sizes are given."""
+  return tuple(axis for axis in ALL_AXES if axis in AXES or given[axis] != 1)
 
 
 def mesh_sizes(
-  devices: Sequence[Any], *, data: int, fsdp: int, tensor: int, expert: int = MeshOptions.expert
+  devices: Sequence[Any],
+  *,
+  data: int,
+  fsdp: int,
+  tensor: int,
+  expert: int = MeshOptions.expert,
+  context: int = MeshOptions.context,
 ) -> tuple[int, ...]:
-  """Returns the sizes of the axes of `make_mesh` with -1 filled in.
+  """Returns the sizes of the axes of `make_mesh`, in order, with -1 filled in.
 
   Args:
     devices: Devices of the mesh; all of them are used.
@@ -78,13 +87,16 @@ def mesh_sizes(
     fsdp: Number of parts of weights and rows, as in `make_mesh`.
     tensor: Number of parts of heads, feed-forward and vocabulary, as in `make_mesh`.
     expert: Number of parts of experts and rows, as in `make_mesh`.
+    context: Number of parts of the places of each row, as in `make_mesh`.
 
   Raises:
     ValueError: The sizes do not match the number of devices, or cannot be divided among TPU slices.
       The message names the devices, and what to set.
   """
-  sizes = [data, fsdp, tensor] if expert == 1 else [data, fsdp, expert, tensor]
-  named = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(_axes(sizes), sizes, strict=True))
+  asked = {"data": data, "fsdp": fsdp, "expert": expert, "context": context, "tensor": tensor}
+  axes = _axes(asked)
+  sizes = [asked[axis] for axis in axes]
+  named = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(axes, sizes, strict=True))
   if any(isinstance(size, bool) or not isinstance(size, int) for size in sizes):
     raise ValueError(f"mesh sizes must be whole numbers, got {named}")
   by_domain = data == fsdp == -1
@@ -120,21 +132,22 @@ def domains(devices: Sequence[Any]) -> list[list[Any]]:
   return [found[number] for number in sorted(found)]
 
 
-def describe(grid: Shaped[np.ndarray, "..."]) -> str:
+def describe(grid: Shaped[np.ndarray, "..."], names: Sequence[str]) -> str:
   """Returns in one line which axes of a mesh cross processes and domains; "" if none does.
 
   Args:
     grid: Devices in the shape of the mesh, as in `Mesh.devices`.
+    names: Names of the axes, as in `Mesh.axis_names`.
   """
   devices = list(grid.flat)
-  sizes = zip(_axes(grid.shape), grid.shape, strict=True)
+  sizes = zip(names, grid.shape, strict=True)
   axes = " × ".join(f"{axis} {size}" for axis, size in sizes)
   noun, count = domain_noun(devices), len(domains(devices))
   crossing = {
-    "processes": _crossing(grid, lambda device: device.process_index),
-    f"{noun}s": _crossing(grid, _domain) if noun != "process" else [],
+    "processes": _crossing(grid, names, lambda device: device.process_index),
+    f"{noun}s": _crossing(grid, names, _domain) if noun != "process" else [],
   }
-  found = [f"{' and '.join(names)} between {what}" for what, names in crossing.items() if names]
+  found = [f"{' and '.join(those)} between {what}" for what, those in crossing.items() if those]
   if not found:
     return ""
   return f"mesh {axes} over {_parts(devices, count, noun)}: {', '.join(found)}"
@@ -248,11 +261,10 @@ def _parts(devices: Sequence[Any], count: int, noun: str) -> str:
   return parts if noun == "process" else f"{parts}, {count} {noun}{'s' * (count > 1)}"
 
 
-def _crossing(grid: np.ndarray, part: Callable[[Any], int]) -> list[str]:
+def _crossing(grid: np.ndarray, names: Sequence[str], part: Callable[[Any], int]) -> list[str]:
   """Returns the axes along which the part of a device, such as its process, changes."""
   parts = np.vectorize(part, otypes=[np.int64])(grid)
-  axes = _axes(grid.shape)
-  return [axis for i, axis in enumerate(axes) if (np.diff(parts, axis=i) != 0).any()]
+  return [axis for i, axis in enumerate(names) if (np.diff(parts, axis=i) != 0).any()]
 
 
 def _domain(device: Any) -> int:

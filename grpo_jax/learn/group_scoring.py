@@ -80,6 +80,7 @@ class GroupScorer:
       skip_zero_advantage=False,
       step=step,
       experts=experts,
+      parts=sharding.row_parts(self.mesh),
     )
     return assembled, counting
 

@@ -27,6 +27,7 @@ class MeshOptions:
   fsdp: int = option(1, "splits rows, and also weights and optimizer state (ZeRO-3)", _AXIS)
   tensor: int = option(1, "splits attention heads, feed-forward layers and the vocabulary", _AXIS)
   expert: int = option(1, "splits rows, and the experts of mixtures; 1: they are whole", _AXIS)
+  context: int = option(1, "splits the places of each row; 1: rows are whole", _AXIS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

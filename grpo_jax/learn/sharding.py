@@ -14,7 +14,7 @@ from grpo_kernels.linear_logprobs.sharded import Partition
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.learn.device_mesh import make_mesh, mesh_sizes
-from grpo_jax.models.placement import AXES, RULES, MeshPlacement, row_axes
+from grpo_jax.models.placement import AXES, CONTEXT, RULES, MeshPlacement, row_axes, whole_row_axes
 from grpo_jax.processes import arrays
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
   "placement",
   "put",
   "replicas",
+  "row_parts",
   "unsplit",
   "whole",
 ]
@@ -59,7 +60,12 @@ def unsplit(logical_axes: Any, mesh: Mesh, *, shapes: Any) -> dict[str, dict[str
 
 def replicas(mesh: Mesh) -> int:
   """Returns the number of devices over which rows are split; B must be a multiple of it."""
-  return math.prod(mesh.shape[axis] for axis in row_axes(mesh))
+  return math.prod(mesh.shape[axis] for axis in whole_row_axes(mesh))
+
+
+def row_parts(mesh: Mesh) -> int:
+  """Returns the number of parts in which the places of a row are dealt out; 1: rows are whole."""
+  return mesh.shape.get(CONTEXT, 1)
 
 
 def param_shardings(logical_axes: Any, mesh: Mesh, *, shapes: Any) -> Any:
@@ -113,8 +119,8 @@ def mesh_of(shardings: Any) -> Mesh:
 
 
 def of_rows(mesh: Mesh) -> NamedSharding:
-  """Returns the sharding of arrays whose first axis is rows."""
-  return NamedSharding(mesh, PartitionSpec(row_axes(mesh)))
+  """Returns the sharding of arrays whose first axis is the rows of a batch."""
+  return NamedSharding(mesh, PartitionSpec(whole_row_axes(mesh)))
 
 
 def placement(mesh: Mesh) -> MeshPlacement | None:

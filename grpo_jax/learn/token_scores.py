@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from grpo_kernels.attention import AUTOMATIC, Attention
 from grpo_kernels.linear_logprobs.sharded import Partition
+from grpo_kernels.row_parts import RowParts
 from grpo_kernels.truncation import Truncation
 from jaxtyping import Array, Bool, Float, Int
 
@@ -80,6 +81,7 @@ def make_logprobs(
       "temperature": temperature,
       "return_entropy": with_entropy,
       "partition": partition,
+      "parts": _parts(attention, batch),
     }
     hidden, router = hidden_states(params, batch)
     if truncation is not None:
@@ -122,6 +124,7 @@ def make_token_loss(
       temperature=temperature,
       return_entropy=with_entropy,
       partition=partition,
+      parts=_parts(attention, batch),
     )
     return *found, router
 
@@ -133,23 +136,36 @@ def _make_hidden_states(
 ) -> Callable[[Any, Batch], tuple[Float[Array, "B T D"], Metrics | None]]:
   """Makes the function (params, batch) → hidden states [B T D], in the compute dtype.
 
-  The function also returns the metrics of the routers; None: the model has none.
+  They are of parts of rows if the batch has an order. The function also returns the metrics of the
+  routers; None: the model has none.
   """
 
   def hidden_states(params: Any, batch: Batch) -> tuple[Float[Array, "B T D"], Metrics | None]:
     inputs: Any = (batch.tokens, batch.positions, batch.segment_ids, batch.branch_ids)
     settings: Any = {"products": products, "remat": remat}
     settings["experts"] = experts = None if batch.experts is None else jnp.asarray(batch.experts)
+    parts, order = _parts(attention, batch), batch.order
+    if order is not None:
+      order = jnp.asarray(order)
+      settings["order"] = order
     found = transformer.outputs(params, config, *inputs, attention=attention, **settings)
     hidden, segment_ids = found.hidden.astype(products.compute_dtype), jnp.asarray(inputs[2])
     if config.mixture is None:
       return hidden, None
+    if parts is not None and order is not None:
+      segment_ids = parts.dealt(segment_ids, order)
+      experts = None if experts is None else parts.dealt(experts, order)
     metrics = balance_metrics(found.extras["experts"], segment_ids, config.mixture.num_experts)
     if experts is not None:
       metrics |= replay_metrics(found.extras, experts, segment_ids)
     return hidden, metrics
 
   return hidden_states
+
+
+def _parts(attention: Attention, batch: Batch) -> RowParts | None:
+  """Returns the division of the batch's rows over a mesh; None: they are whole."""
+  return None if batch.order is None else attention.parts
 
 
 def balance_metrics(

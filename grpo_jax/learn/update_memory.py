@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from grpo_kernels.attention import AUTOMATIC, Attention
-from grpo_kernels.attention.xla_blocked import MOST_TILES, TILE
+from grpo_kernels.attention.xla_blocked import MOST_OF_PART, MOST_TILES, TILE
 from grpo_kernels.linear_logprobs import token_local
 
 from grpo_jax.batching.packing import Shape
@@ -63,7 +63,7 @@ class Replica:
   Attributes:
     model: Sizes of the model; heads, feed-forward and vocabulary as the device has them.
     weights: Shapes and dtypes of the policy's weights in these sizes, as the update takes them.
-    shape: Rows of a microbatch on the device.
+    shape: Rows of a microbatch on the device, or its parts of rows.
     products: Options of matrix products, without a placement.
     attention: Choice of attention.
     platform: Platform of the device: "cpu", "gpu" or "tpu".
@@ -71,6 +71,7 @@ class Replica:
     expert_parts: Number of parts into which the mesh splits experts. The model has all of them, and
       as many for each token as the device computes for one of its own.
     trains_head: Whether the head is trained.
+    row_parts: Number of parts of a row; the device has one of them.
   """
 
   model: ModelConfig
@@ -82,6 +83,7 @@ class Replica:
   gradients: int = 0
   trains_head: bool = True
   expert_parts: int = 1
+  row_parts: int = 1
 
   def with_shape(self, shape: Shape) -> "Replica":
     """Returns the same part of an update of other microbatches."""
@@ -112,10 +114,25 @@ def of_update(replica: Replica, remat: str) -> UpdateMemory:
     kept=replica.kept_of_layer * model.num_layers if remat == "none" else _kept(replica, remat),
     gradients=0 if adds_in_place else replica.gradients,
     layer=_layer(replica, remat),
-    scores=_scores(model, shape),
-    head=head_gradient + size * of_head + logits + (2 * _FLOAT32 + size) * loss_places * width,
+    scores=_scores(replica),
+    head=head_gradient
+    + size * of_head
+    + logits
+    + (2 * _FLOAT32 + size) * loss_places * width
+    + _of_whole_rows(replica, width),
     head_gradient=head_gradient,
   )
+
+
+def _of_whole_rows(replica: Replica, numbers: int) -> int:
+  """Returns the bytes of numbers for each place of whole rows, where a device has parts of them.
+
+  They are gathered in the compute dtype, and their gradients are added up in float32.
+  """
+  if replica.row_parts == 1:
+    return 0
+  size = replica.products.compute_dtype.itemsize
+  return (size + _FLOAT32) * replica.shape.places * replica.row_parts * numbers
 
 
 def _layer(replica: Replica, remat: str) -> int:
@@ -153,11 +170,16 @@ def _kept(replica: Replica, remat: str) -> int:
   return sum(count * math.prod(shape) * dtype.itemsize for (shape, dtype), count in made.items())
 
 
-def _scores(model: ModelConfig, shape: Shape) -> int:
+def _scores(replica: Replica) -> int:
   """Returns the bytes of a tile's scores, weights and their cotangent, and of two sums of queries.
 
-  This is the attention of `grpo_kernels.attention.xla_blocked`; a kernel takes less.
+  This is the attention of `grpo_kernels.attention.xla_blocked`; a kernel takes less. Of parts of
+  rows, the keys and values of the whole rows come to it.
   """
-  tile = min(max(TILE, -(-shape.row_tokens // MOST_TILES)), shape.row_tokens)
-  of_tile = 3 * shape.rows * model.num_heads * tile * tile
-  return _FLOAT32 * (of_tile + 2 * shape.places * model.num_heads * model.head_dim)
+  model, shape = replica.model, replica.shape
+  most = MOST_TILES if replica.row_parts == 1 else MOST_OF_PART
+  tile = max(TILE, -(-shape.row_tokens // most))
+  keys = min(tile, shape.row_tokens * replica.row_parts)
+  of_tile = 3 * shape.rows * model.num_heads * min(tile, shape.row_tokens) * keys
+  own = _FLOAT32 * (of_tile + 2 * shape.places * model.num_heads * model.head_dim)
+  return own + _of_whole_rows(replica, 2 * model.num_kv_heads * model.head_dim)

@@ -216,6 +216,12 @@ METRICS: dict[str, Definition] = {
     "count", "optimizer steps, in all epochs; train/skipped_share of them changed nothing", "> 0"
   ),
   "batch/packing_efficiency": Definition("share", "places of the rows that hold a token", "> 0.7"),
+  "batch/busiest_part": Definition(
+    "ratio",
+    "live tiles of attention of the device that has most of a row, relative to the mean of the"
+    " devices of the row; only with mesh.context",
+    "< 1.1",
+  ),
   "batch/skipped_zero_advantage": Definition("count", "completions with advantage 0, not computed"),
   "batch/left_out/*": Definition("count", "completions left out of the update, by reason", "0"),
   # --- evaluation on held-out prompts; the second part is evaluation.name ---

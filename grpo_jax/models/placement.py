@@ -3,9 +3,9 @@
 Three mesh axes: "data" splits rows and copies weights; "fsdp" splits rows, and the weights and the
 optimizer's state with them (ZeRO-3); "tensor" splits heads, feed-forward and vocabulary. Weights
 move to the activations, not the reverse: a layer's weights are gathered over "fsdp" for
-each use, and the sums of their gradients are scattered over it. A fourth one, which a mesh has only
-if a run asks for it, is "expert": it splits rows, and the experts of mixtures; see
-`expert_dispatch`.
+each use, and the sums of their gradients are scattered over it. Two more are in a mesh only if a
+run asks for them: "expert" splits rows, and the experts of mixtures (`expert_dispatch`); "context"
+splits the places of each row, and its parts count as rows (`grpo_kernels.row_parts`).
 """
 
 import dataclasses
@@ -17,10 +17,11 @@ from grpo_kernels.attention import Partition
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-AXES = ("data", "fsdp", "tensor")
-EXPERT = "expert"
-AXES_WITH_EXPERTS = ("data", "fsdp", EXPERT, "tensor")
-ROWS = ("data", "fsdp", EXPERT)  # the mesh axes that split the rows of a batch.
+AXES = ("data", "fsdp", "tensor")  # of every mesh.
+EXPERT, CONTEXT = "expert", "context"
+ALL_AXES = ("data", "fsdp", EXPERT, CONTEXT, "tensor")  # in order, with those of some meshes.
+WHOLE_ROWS = ("data", "fsdp", EXPERT)  # the mesh axes that split the rows of a batch.
+ROWS = (*WHOLE_ROWS, CONTEXT)  # and those of activations, of which parts of a row are rows.
 
 # Logical axis of a parameter (models/leaves.py) → mesh axis. An axis that is not listed, or whose
 # length the mesh axis does not divide, is whole on every device.
@@ -56,7 +57,7 @@ class MeshPlacement:
   """The placement of all arrays on one mesh; hashable.
 
   Attributes:
-    mesh: Mesh with the axes `AXES` or `AXES_WITH_EXPERTS`, and more than one device.
+    mesh: Mesh with axes of `ALL_AXES`, `AXES` at least, and more than one device.
   """
 
   mesh: Mesh
@@ -114,8 +115,13 @@ class MeshPlacement:
 
 
 def row_axes(mesh: Mesh) -> tuple[str, ...]:
-  """Returns the axes of a mesh that split the rows of a batch."""
+  """Returns the axes of a mesh that split the rows of activations, parts of rows included."""
   return tuple(axis for axis in ROWS if axis in mesh.shape)
+
+
+def whole_row_axes(mesh: Mesh) -> tuple[str, ...]:
+  """Returns the axes of a mesh that split the rows of a batch."""
+  return tuple(axis for axis in WHOLE_ROWS if axis in mesh.shape)
 
 
 def attention_partition(mesh: Mesh | None) -> Partition | None:
@@ -123,4 +129,5 @@ def attention_partition(mesh: Mesh | None) -> Partition | None:
   if mesh is None or mesh.size == 1:
     return None
   (head_axis,) = ACTIVATIONS["heads"]
-  return Partition(mesh, row_axes=row_axes(mesh), head_axis=head_axis)
+  place_axis = CONTEXT if CONTEXT in mesh.shape else None
+  return Partition(mesh, row_axes(mesh), head_axis, place_axis)

@@ -62,6 +62,7 @@ def tokens(
   *,
   attention: Attention,
   products: Products,
+  order: Int[Array, "B T"] | None = None,
 ) -> Tokens:
   """Returns the input of every layer, computed once.
 
@@ -72,7 +73,11 @@ def tokens(
     branch_ids: Branch of each token; None: one branch in every segment.
     attention: Attention of the layers.
     products: Options of matrix products.
+    order: Place of each slot, if rows are dealt out in parts; None: they are whole.
   """
+  places = positions
+  if order is not None:
+    positions = attention.parts.dealt(positions, order)
   found = [rotary.angles(positions, config, table) for table in _tables(config)]
   cos, sin = zip(*found, strict=True)
   if len(found) == 1:
@@ -83,10 +88,14 @@ def tokens(
   if len(windows) > 1:
     windows = [WHOLE if window is None else window for window in windows]
   settings = {"width": config.head_dim, "products": products}
-  seen = [
-    attention.prepared(visible(segment_ids, branch_ids, positions=positions, window=n), **settings)
-    for n in windows
-  ]
+
+  def seen_within(window: int | None) -> Visible:
+    seen = visible(segment_ids, branch_ids, positions=places, window=window)
+    if order is not None:
+      seen = attention.dealt(seen, order)
+    return attention.prepared(seen, **settings)
+
+  seen = [seen_within(window) for window in windows]
   return Tokens(*angles, seen[0] if len(seen) == 1 else jax.tree.map(_stack, *seen))
 
 

@@ -90,6 +90,7 @@ class Transformer(nn.Module):
     branch_ids: Int[Array, "B T"] | None = None,
     *,
     experts: Int[Array, "B T L k"] | None = None,
+    order: Int[Array, "B T"] | None = None,
     with_extras: bool = False,
   ) -> Float[Array, "B T D"] | Outputs:
     """Returns the hidden states after the final norm, float32.
@@ -102,6 +103,8 @@ class Transformer(nn.Module):
         segment is one branch.
       experts: Experts of each token in each layer, which replace those of the routers. A token with
         an entry below 0 in a layer has those of the router. None: the routers choose.
+      order: Place of each slot, if rows are dealt out in the parts of the attention's partition:
+        what is returned is of the slots of each part, [B n T/n ...]. None: rows are whole.
       with_extras: Whether to return `Outputs`, with what the layers return beside hidden states.
     """
     own = {
@@ -116,8 +119,9 @@ class Transformer(nn.Module):
       length=self.config.num_layers,
     )
     settings = {"config": self.config, "products": self.products}
+    tokens, experts = _dealt(self.attention, order, tokens, experts)
     x = layers.embed(own["embed"], tokens, **settings)
-    shared = {"attention": self.attention, "products": self.products}
+    shared = {"attention": self.attention, "products": self.products, "order": order}
     given = scanned_layers.tokens(self.config, positions, segment_ids, branch_ids, **shared)
     block = stack(self.config, self.products, self.attention, name="layers")
     x, extras = block(x, given, scanned_layers.kinds(self.config, experts))
@@ -157,6 +161,7 @@ def outputs(
   remat: str = "none",
   attention: Attention = AUTOMATIC,
   experts: Int[Array, "B T L k"] | None = None,
+  order: Int[Array, "B T"] | None = None,
 ) -> Outputs:
   """Computes what `Transformer` does, also for parameters made by `gradient_sums.attach`.
 
@@ -172,22 +177,32 @@ def outputs(
       layers of a `Stack` add their gradients in place.
     attention: Attention among the tokens of packed rows.
     experts: Experts of each token in each layer, as in `Transformer`.
+    order: Place of each slot, as in `Transformer`.
   """
-  stack = params[gradient_sums.LAYERS]
+  stack, shared = params[gradient_sums.LAYERS], {"attention": attention, "products": products}
   given = lambda: scanned_layers.tokens(
-    config, positions, segment_ids, branch_ids, attention=attention, products=products
+    config, positions, segment_ids, branch_ids, order=order, **shared
   )
-  kinds = scanned_layers.kinds(config, experts)
+  own, of_own = _dealt(attention, order, tokens, experts)
+  kinds = scanned_layers.kinds(config, of_own)
   if isinstance(stack, gradient_sums.Stack):
     if remat == "full":
-      return _summing_in_place(params, config, tokens, given(), kinds, products, attention)
+      return _summing_in_place(params, config, own, given(), kinds, products, attention)
     params = {**params, gradient_sums.LAYERS: gradient_sums.joined(stack.weights, stack.sums)}
   if not all(isinstance(x, _ARRAYS) for x in params[gradient_sums.LAYERS].values()):
-    return _scanned(params, config, tokens, given(), kinds, products, remat, attention)
+    return _scanned(params, config, own, given(), kinds, products, remat, attention)
   model = Transformer(config, products=products, remat=remat, attention=attention)
   inputs = tokens, positions, segment_ids, branch_ids
-  found: Any = model.apply({"params": params}, *inputs, experts=experts, with_extras=True)
+  settings: Any = {"experts": experts, "order": order, "with_extras": True}
+  found: Any = model.apply({"params": params}, *inputs, **settings)
   return found
+
+
+def _dealt(attention: Attention, order: Array | None, *arrays: Any) -> tuple[Any, ...]:
+  """Returns arrays of tokens, or None, as parts of rows if there is an order."""
+  if order is None:
+    return arrays
+  return tuple(None if x is None else attention.parts.dealt(x, order) for x in arrays)
 
 
 def _summing_in_place(

@@ -3,15 +3,21 @@
 A hidden state at place t predicts the token after it. Every per-token array of
 this package is aligned to the token itself, so the two are brought together
 here, once: in packed rows by `Batch.predecessors`, in plain rows by t - 1.
+
+If rows are dealt out in parts over devices (`grpo_kernels.row_parts`), hidden states are of parts,
+and the head computes every place of a part where it lies. Only the state that predicts a place may
+lie on another device: the last of the prompt, for the first token of a completion. Losses never see
+parts; what they read and return is [B N], as ever.
 """
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from grpo_kernels.linear_logprobs import linear_logprobs, sharded, token_local, truncated
+from grpo_kernels.row_parts import RowParts
 from grpo_kernels.truncation import Truncation
 from jaxtyping import Array, Bool, Float, Int
 
@@ -29,6 +35,7 @@ def token_logprobs(
   return_entropy: bool = False,
   implementation: str | None = None,
   partition: sharded.Partition | None = None,
+  parts: RowParts | None = None,
 ) -> Float[Array, "B N"] | tuple[Float[Array, "B N"], Float[Array, "B N"]]:
   """Returns log π of the tokens that are learned from, at `batch.loss_places`.
 
@@ -46,6 +53,7 @@ def token_logprobs(
       platform.
     partition: Placement of head and rows on a mesh (`learn.sharding.head_partition`); None: on one
       device, or wherever the compiler puts them.
+    parts: Division of the rows over devices, which `batch.order` is for; None: they are whole.
 
   Returns:
     Logprobs in nats, float32; with `return_entropy` also the entropies, in nats.
@@ -53,7 +61,7 @@ def token_logprobs(
   return _gathered(
     hidden,
     head,
-    *_predictions(batch),
+    _Predictions.of(batch, parts),
     head_layout=head_layout,
     temperature=temperature,
     return_entropy=return_entropy,
@@ -72,6 +80,7 @@ def truncated_token_logprobs(
   temperature: float = 1.0,
   return_entropy: bool = False,
   partition: sharded.Partition | None = None,
+  parts: RowParts | None = None,
 ) -> truncated.Scores:
   """Returns log π of the tokens that are learned from, under top-k, top-p and min-p.
 
@@ -87,22 +96,23 @@ def truncated_token_logprobs(
     temperature: Temperature of the softmax; the one that the tokens were sampled at.
     return_entropy: Whether to return the entropy of each truncated distribution as well.
     partition: Placement of head and rows on a mesh; None: on one device.
+    parts: Division of the rows over devices, as in `token_logprobs`.
 
   Returns:
     Scores whose arrays are [B N].
   """
-  predecessors, targets, is_real = _predictions(batch)
+  predictions = _Predictions.of(batch, parts)
   found = truncated.linear_logprobs(
-    _states(hidden, predecessors, is_real),
+    predictions.states(hidden),
     head,
-    targets.reshape(-1),
+    predictions.targets.reshape(-1),
     truncation,
     head_layout=head_layout,
     temperature=temperature,
     return_entropy=return_entropy,
     partition=partition,
   )
-  return jax.tree.map(lambda x: jnp.where(is_real, x.reshape(is_real.shape), 0), found)
+  return jax.tree.map(predictions.at_loss_places, found)
 
 
 def token_objective(
@@ -116,6 +126,7 @@ def token_objective(
   temperature: float = 1.0,
   return_entropy: bool = False,
   partition: sharded.Partition | None = None,
+  parts: RowParts | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, "B N"], Float[Array, "B N"] | None]:
   """Returns a token-local loss, whose gradients are computed in the same pass.
 
@@ -132,6 +143,7 @@ def token_objective(
     temperature: Temperature of the softmax; the one that the tokens were sampled at.
     return_entropy: Whether to return the entropies as well.
     partition: Placement of head and rows on a mesh.
+    parts: Division of the rows over devices, as in `token_logprobs`.
 
   Returns:
     The loss; log π of the tokens that are learned from, as `token_logprobs` gives them, and the
@@ -142,15 +154,14 @@ def token_objective(
   """
   if not objective.is_token_local:
     raise ValueError(f"a loss that is not token-local has no one-pass gradient: {objective}")
-  predecessors, targets, is_real = _predictions(batch)
-  tokens = gather_loss_tokens(batch)
-  rows, n = targets.shape
-  states = _states(hidden, predecessors, is_real)
+  predictions = _Predictions.of(batch, parts)
+  tokens, is_real = gather_loss_tokens(batch), predictions.is_real
+  states = predictions.states(hidden)
   fields = {field: getattr(tokens, field) for field in _Share.FIELDS}
   per_token: dict[str, Any] = {
-    field: None if x is None else x.reshape(-1) for field, x in fields.items()
+    field: None if x is None else predictions.flat(x) for field, x in fields.items()
   }
-  per_token["targets"] = targets.reshape(-1)
+  per_token["targets"] = predictions.targets.reshape(-1)
   live, back = None, None
   if partition is None:
     # Padding is sorted to the end, where its chunks are skipped. Devices of a mesh keep their rows.
@@ -172,10 +183,10 @@ def token_objective(
     live=live,
   )
 
-  def at_real(x):
-    return jnp.where(is_real, (x if back is None else x[back]).reshape(rows, n), 0)
+  def at_places(x):
+    return predictions.at_loss_places(x if back is None else x[back])
 
-  return loss, at_real(logprobs), None if entropy is None else at_real(entropy)
+  return loss, at_places(logprobs), None if entropy is None else at_places(entropy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,9 +245,7 @@ def sequence_logprobs(
   return _gathered(
     hidden,
     head,
-    jnp.maximum(places - 1, 0),
-    tokens,
-    places > 0,
+    _Predictions(jnp.maximum(places - 1, 0), tokens, places > 0),
     head_layout=head_layout,
     temperature=temperature,
     return_entropy=return_entropy,
@@ -245,31 +254,72 @@ def sequence_logprobs(
   )
 
 
-def _predictions(
-  batch: Batch,
-) -> tuple[Int[Array, "B N"], Int[Array, "B N"], Bool[Array, "B N"]]:
-  """Returns where each loss token is predicted, its id, and whether the place is used."""
-  is_real = jnp.asarray(batch.loss_places) >= 0
-  places = jnp.where(is_real, batch.loss_places, 0)
-  at_places = lambda x: jnp.take_along_axis(x, places, axis=-1)
-  return at_places(batch.predecessors), at_places(batch.tokens), is_real
+class _Predictions(NamedTuple):
+  """The tokens whose logprobs the head computes: those of the loss, or all places of parts.
 
+  Attributes:
+    predecessors: Place, or slot in the whole row, of the state that predicts each.
+    targets: Id of each.
+    is_real: Whether each is learned from; the others have no gradient.
+    parts: Division of the rows over devices; None: they are whole, and m = N.
+    batch: Batch of the tokens; None: all of plain rows are meant.
+  """
 
-def _states(
-  hidden: Float[Array, "B T D"], predecessors: Int[Array, "B N"], is_real: Bool[Array, "B N"]
-) -> Float[Array, "_ D"]:
-  """Gathers the predicting hidden states, flat."""
-  states = jnp.take_along_axis(hidden, predecessors[:, :, None], axis=1)
-  states = jnp.where(is_real[:, :, None], states, 0)  # padding may hold anything.
-  return states.reshape(-1, hidden.shape[-1])
+  predecessors: Int[Array, "b m"]
+  targets: Int[Array, "b m"]
+  is_real: Bool[Array, "b m"]
+  parts: RowParts | None = None
+  batch: Batch | None = None
+
+  @classmethod
+  def of(cls, batch: Batch, parts: RowParts | None) -> "_Predictions":
+    """Returns those of a batch."""
+    if parts is None:
+      is_real = jnp.asarray(batch.loss_places) >= 0
+      places = jnp.where(is_real, batch.loss_places, 0)
+      at_places = lambda x: jnp.take_along_axis(x, places, axis=-1)
+      return cls(at_places(batch.predecessors), at_places(batch.tokens), is_real)
+    order: Any = batch.order
+    before = jnp.take_along_axis(parts.slots(order), batch.predecessors, axis=-1)
+    dealt = lambda x: parts.dealt(jnp.asarray(x), order)
+    return cls(dealt(before), dealt(batch.tokens), dealt(batch.loss_mask), parts, batch)
+
+  def states(self, hidden: Float[Array, "b t D"]) -> Float[Array, "_ D"]:
+    """Gathers the predicting hidden states, flat."""
+    if self.parts is None:
+      states = jnp.take_along_axis(hidden, self.predecessors[:, :, None], axis=1)
+    else:
+      states = self.parts.taken(hidden, self.predecessors)
+    states = jnp.where(self.is_real[:, :, None], states, 0)  # padding may hold anything.
+    return states.reshape(-1, hidden.shape[-1])
+
+  def flat(self, x: Array) -> Array:
+    """Returns what belongs to the tokens of the loss, [B N], flat as the states are."""
+    if self.parts is None or self.batch is None:
+      return x.reshape(-1)
+    mask = jnp.asarray(self.batch.loss_mask)
+    numbers = jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1  # of the tokens of the loss, in order.
+    at_places = jnp.take_along_axis(x, jnp.where(mask, numbers, 0), axis=-1)
+    at_places = jnp.where(mask, at_places, jnp.zeros((), x.dtype))
+    order: Any = self.batch.order
+    return self.parts.dealt(at_places, order).reshape(-1)
+
+  def at_loss_places(self, x: Array) -> Array:
+    """Returns what the head computed, flat as the states are, for the tokens of the loss."""
+    x = jnp.where(self.is_real, x.reshape(self.is_real.shape), 0)
+    if self.parts is None or self.batch is None:
+      return x
+    order: Any = self.batch.order
+    at_places = self.parts.collected(x, self.parts.slots(order))
+    places = jnp.asarray(self.batch.loss_places)
+    found = jnp.take_along_axis(at_places, jnp.maximum(places, 0), axis=-1)
+    return jnp.where(places >= 0, found, jnp.zeros((), x.dtype))
 
 
 def _gathered(
   hidden: Float[Array, "B T D"],
   head: Float[Array, "..."],
-  predecessors: Int[Array, "B N"],
-  targets: Int[Array, "B N"],
-  is_real: Bool[Array, "B N"],
+  predictions: _Predictions,
   *,
   head_layout: str,
   temperature: float,
@@ -278,22 +328,21 @@ def _gathered(
   partition: sharded.Partition | None,
 ) -> Float[Array, "B N"] | tuple[Float[Array, "B N"], Float[Array, "B N"]]:
   """Gathers the predicting hidden states and sends them through the fused head."""
-  rows, n = targets.shape
   op = linear_logprobs
   if partition is not None:
     op = functools.partial(sharded.linear_logprobs, partition=partition)
   outputs = op(
-    _states(hidden, predecessors, is_real),
+    predictions.states(hidden),
     head,
-    targets.reshape(rows * n),
+    predictions.targets.reshape(-1),
     head_layout=head_layout,
     temperature=temperature,
     return_entropy=return_entropy,
     implementation=implementation,
   )
   if not isinstance(outputs, tuple):
-    return jnp.where(is_real, outputs.reshape(rows, n), 0)
-  logprobs, entropy = (jnp.where(is_real, x.reshape(rows, n), 0) for x in outputs)
+    return predictions.at_loss_places(outputs)
+  logprobs, entropy = map(predictions.at_loss_places, outputs)
   return logprobs, entropy
 
 

@@ -35,6 +35,7 @@ REST_OF_DEVICES = {
   "mesh.fsdp",
   "mesh.tensor",
   "mesh.expert",
+  "mesh.context",
 }  # -1, of the negative numbers.
 INFINITE = {"filters.min_reward_mean", "filters.max_reward_mean", "loss.importance_high"} | {
   "loss.clip_cov_ub"

@@ -61,6 +61,9 @@ def of(devices, name):
 
 
 def test_devices_of_one_host_keep_their_order():
+  divided = device_mesh.make_mesh(data=1, fsdp=-1, expert=2, context=2)
+  assert divided.axis_names == ("data", "fsdp", "expert", "context", "tensor")
+  assert divided.devices.shape == (1, 2, 2, 2, 1)
   made = device_mesh.make_mesh(data=2, fsdp=2, tensor=2)
   assert list(made.devices.flat) == jax.devices()
   node = h100s(8)
@@ -178,19 +181,18 @@ def test_a_tpu_that_names_no_slice_is_of_the_only_one():
 
 
 def test_what_crosses_hosts_is_described():
-  assert device_mesh.describe(device_mesh.make_mesh(data=2, fsdp=4).devices) == ""
+  whole, names = device_mesh.make_mesh(data=2, fsdp=4), device_mesh.AXES
+  assert device_mesh.describe(whole.devices, names) == ""
   parts = "2 processes of 8 devices, 2 NVLink domains"
   for axis, made in (
     ("data", grid(h100s(8, 8), data=2, fsdp=-1, tensor=1)),
     ("fsdp", grid(h100s(8, 8), fsdp=-1, tensor=1)),
   ):
-    axes = " × ".join(
-      f"{each} {size}" for each, size in zip(device_mesh.AXES, made.shape, strict=True)
-    )
-    assert device_mesh.describe(made) == (
+    axes = " × ".join(f"{each} {size}" for each, size in zip(names, made.shape, strict=True))
+    assert device_mesh.describe(made, names) == (
       f"mesh {axes} over {parts}: {axis} between processes, {axis} between NVLink domains"
     )
-  assert device_mesh.describe(grid(v5e_16(), fsdp=-1, tensor=1)) == (
+  assert device_mesh.describe(grid(v5e_16(), fsdp=-1, tensor=1), names) == (
     "mesh data 1 × fsdp 16 × tensor 1 over 4 processes of 4 devices, 1 TPU slice: fsdp between"
     " processes"
   )

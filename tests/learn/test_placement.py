@@ -15,10 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grpo_kernels.attention import Attention
 
+from grpo_jax.batching import dealing
 from grpo_jax.learn import optim, scoring, sharding, token_scores, train_step
 from grpo_jax.models import leaves, transformer
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.placement import attention_partition
 from grpo_jax.models.products import Products
 from grpo_jax.rl import objectives
 from grpo_jax.types import Batch, Denominators
@@ -140,6 +143,42 @@ def made(
   function = functools.partial(_PROGRAMS[program], config, of_policy, lies)
   compiled = jax.jit(function).lower(*given).compile()
   return Made(compiled, given, mesh.size)
+
+
+@pytest.mark.long
+def test_divided_rows_gather_keys_and_values_and_hidden_states_once():
+  """Twice in each layer, forward and recomputed; their gradients are summed and scattered."""
+  mesh = sharding.make_mesh(data=1, context=8)
+  lies = sharding.param_shardings(
+    transformer.logical_axes(CONFIG), mesh, shapes=leaves.tree(CONFIG)
+  )
+  of_policy = {
+    "products": Products("bfloat16", placement=sharding.placement(mesh)),
+    "partition": sharding.head_partition(mesh),
+    "attention": Attention(None, attention_partition(mesh)),
+    "remat": "full",
+  }
+  fields = batch(1)
+  whole = PLACES - LOSS_PLACES
+  fields["loss_places"] = np.pad(fields["loss_places"], ((0, 0), (0, whole)), constant_values=-1)
+  fields["ref_logprobs"] = np.pad(fields["ref_logprobs"], ((0, 0), (0, whole)))
+  fields["order"] = dealing.order(fields["segment_ids"][0], fields["branch_ids"][0], 8)[0][None]
+  given = jax.device_put(weights(CONFIG), lies), sharding.put(fields, mesh)
+  function = functools.partial(_PROGRAMS["update"], CONFIG, of_policy, lies)
+  made = Made(jax.jit(function).lower(*given).compile(), given, mesh.size)
+  moved = collections.Counter()
+  for one in made.collectives:
+    of_kind = {"reduce-scatter": 8}.get(one.kind, 1)  # by the sizes of the results.
+    for array in one.arrays:
+      if len(array.shape) > 2 and array.shape[1] * of_kind == PLACES:
+        moved[one.kind, array.dtype, array.shape[2:]] += one.times
+  heads, width, layers = (CONFIG.num_kv_heads, CONFIG.head_dim), (CONFIG.hidden_size,), 2
+  assert moved == {
+    ("all-gather", "u16", heads): 2 * 2 * layers,
+    ("reduce-scatter", "f32", heads): 2 * layers,
+    ("all-gather", "u16", width): 1,
+    ("reduce-scatter", "f32", width): 1,
+  }
 
 
 def _gradients(config, of_policy, lies, params, fields, *, in_one_sweep):

@@ -8,6 +8,7 @@ and heads (`sharded`).
 """
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -18,6 +19,7 @@ from grpo_kernels.attention.core import ATTENDED, FLOAT32, Products, Settings
 from grpo_kernels.attention.parts import Partial
 from grpo_kernels.attention.sharded import Partition
 from grpo_kernels.attention.visible import Visible
+from grpo_kernels.row_parts import RowParts
 
 __all__ = [
   "ATTENDED",
@@ -97,8 +99,38 @@ class Attention:
       width: Width E of a head.
       products: Options of the two products.
     """
-    chosen = self._chosen(products, width)
+    chosen = self._chosen(products, width, seen)
     return seen._replace(tiles=chosen.prepare(seen, width))
+
+  def dealt(self, seen: Visible, order: Int[Array, "B T"]) -> Visible:
+    """Returns the visibility of rows that are dealt out in the parts of the partition.
+
+    Args:
+      seen: Visibility of whole rows, without tiles.
+      order: Place of each slot; see `row_parts`.
+
+    Raises:
+      ValueError: The partition does not divide rows.
+    """
+    parts = self.parts
+    in_order = lambda x: None if x is None else jnp.take_along_axis(x, order, axis=1)
+    numbers = jnp.broadcast_to(jnp.arange(order.shape[1], dtype=order.dtype), order.shape)
+    positions = None if seen.positions is None else parts.dealt(seen.positions, order)
+    until = jnp.take_along_axis(seen.until, order, axis=1)
+    places = visible.Places(parts.dealt(numbers, order), order)
+    return Visible(until, positions, in_order(seen.limit), places=places)
+
+  @property
+  def parts(self) -> RowParts:
+    """The division of rows over a mesh.
+
+    Raises:
+      ValueError: The partition does not divide rows.
+    """
+    found = None if self.partition is None else self.partition.parts
+    if found is None:
+      raise ValueError("rows that are dealt out need a partition with a place_axis, got none")
+    return found
 
   def __call__(
     self,
@@ -146,13 +178,15 @@ class Attention:
   def _call(self, function, q: Array, k: Array, v: Array, seen: Visible, products: Products):
     """Calls a function of `core` with the implementation that runs here."""
     core.check_heads(q, k, v)
-    return function(self._chosen(products, q.shape[-1]), Settings(products), q, k, v, seen)
+    return function(self._chosen(products, q.shape[-1], seen), Settings(products), q, k, v, seen)
 
-  def _chosen(self, products: Products, width: int):
+  def _chosen(self, products: Products, width: int, seen: Visible):
     """Returns the implementation that runs here."""
     mesh = None if self.partition is None else self.partition.mesh
     chip = choice.current_chip() if mesh is None else choice.chip_of(mesh.devices.flat[0])
-    module = choice.pick(self.implementation, chip, dtype=products.compute_dtype, width=width)
+    settings: Any = {"dtype": products.compute_dtype, "width": width}
+    settings["in_parts"] = seen.places is not None
+    module = choice.pick(self.implementation, chip, **settings)
     return module if self.partition is None else sharded.Sharded(module, self.partition)
 
 
