@@ -76,12 +76,11 @@ def adapted_experts(seed):
 
 
 CASES = {
+  # Adapters of attention stay apart, those of experts are merged.
   "experts": (EXPERTS, {"unmerged": True}, adapted_experts),
   "tied": (CONFIG, {}, None),
   "bfloat16": (ONE_LAYER, {"compute_dtype": "bfloat16"}, None),
   "merged": (ONE_LAYER, {"unmerged": False}, adapted),
-  "apart": (ONE_LAYER, {"unmerged": True}, adapted),
-  "int8": (ONE_LAYER, {}, lambda seed: adapted(seed, quantized.Int8)),
   "nf4": (ONE_LAYER, {}, lambda seed: adapted(seed, quantized.Nf4)),
 }
 
