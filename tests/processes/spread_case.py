@@ -35,11 +35,12 @@ SHAPE = packing.Shape(8, 64, 64)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A mesh ("data", "fsdp", "tensor"), settings of a config, and whether there is a teacher."""
+  """A mesh ("data", "fsdp", "tensor"), settings of a config, and what else there is."""
 
   sizes: tuple[int, int, int]
   settings: Mapping[str, Any]
   is_taught: bool = False
+  context: int = 1  # devices over which the places of a row are divided.
 
 
 BASE = {
@@ -104,6 +105,20 @@ CASES = {
   "taught": Case(
     (1, 4, 1), {**SGD, "loss.kl_coef": 0.0, "teacher.reward_coef": 1.0}, is_taught=True
   ),
+  # An adapter on rows that are divided over the processes, with one ratio for each completion.
+  "divided": Case(
+    (1, 1, 2),
+    {
+      **SGD,
+      **LORA,
+      "optim.learning_rate": 10.0,  # gradients of B are small.
+      "loss.loss": "gspo",
+      "loss.kl_coef": 0.1,
+      "learn.minibatches": 2,
+      "learn.report_all_every_steps": 1,
+    },
+    context=2,
+  ),
   "replicas": Case((4, 1, 1), {**SGD, "loss.kl_coef": 0.1, "learn.epochs": 2}),
 }
 
@@ -151,7 +166,8 @@ def measured(
   taught = {"teacher.path": path} if case.is_taught else {}
   edited.update_from_flattened_dict({**BASE, "model.path": path, **case.settings, **taught})
   config = typed(edited)
-  mesh = sharding.make_mesh(**dict(zip(sharding.AXES, case.sizes, strict=True)), devices=devices)
+  sizes = dict(zip(sharding.AXES, case.sizes, strict=True))
+  mesh = sharding.make_mesh(**sizes, context=case.context, devices=devices)
   of_teacher = distillation_teacher.find(config, model, mesh)
   made = dataclasses.replace(
     computation.make(
@@ -207,6 +223,7 @@ def trained(made: computation.Computation, of_teacher: Any, model: pathlib.Path)
       share_prefixes=made.config.batching.share_prefixes,
       pack=made.config.batching.pack,
       skip_zero_advantage=False,
+      parts=sharding.row_parts(made.mesh),
     )
     minibatches = phases.score(
       *(state, batch),

@@ -1,5 +1,6 @@
 """Two and four processes compute what one does with as many devices: all that a step computes."""
 
+import dataclasses
 import functools
 import os
 
@@ -15,11 +16,11 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 # The cases that two and four processes compute.
 CASES = {
-  2: ("minibatches", "whitened", "adapter", "chosen", "taught"),
+  2: ("minibatches", "whitened", "adapter", "chosen", "taught", "divided"),
   4: ("whitened", "replicas"),
 }
 # Their reductions have two members, whose sum does not depend on the order.
-EXACT = ("minibatches", "whitened", "adapter")
+EXACT = ("minibatches", "whitened", "adapter", "divided")
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +93,17 @@ def test_all_processes_have_the_same_bits(folder, ran, processes):
         np.testing.assert_array_equal(other[key], first[key], err_msg=f"{name} {key}")
 
 
-def test_the_cases_do_what_they_are_for(of_one):
+def test_the_cases_do_what_they_are_for(folder, of_one):
   """Else equality would say little."""
   for name in spread_case.CASES:
     found = of_one(name)
     assert found["0/metric/train/grad_norm"] > 1e-4
     assert found["1/metric/train/skipped_share"] == 0
+  divided = spread_case.CASES["divided"]
+  settings = {"model": folder / "model", "devices": jax.devices()[:1]}
+  whole = spread_case.measured(dataclasses.replace(divided, sizes=(1, 1, 1), context=1), **settings)
+  for key, wanted in whole.items():
+    if key.startswith("weights") or key.endswith("logprobs"):
+      np.testing.assert_allclose(of_one("divided")[key], wanted, rtol=0, atol=2e-5, err_msg=key)
   assert of_one("minibatches")["1/metric/all/kl_to_initial"] > 0
   assert 0 < of_one("whitened")["0/metric/mismatch/seq_logprob_error_masked_share"] < 1
