@@ -373,6 +373,7 @@ def _with_rows(
     run_options.lengths_of_sampler(config),
     heads=heads,
     rows=devices // heads,
+    cache_dtype=config.engine.cache_dtype,
   )
   if config.engine.max_rows is not None:
     sizes = run_options.sampler_sizes(config)

@@ -178,6 +178,12 @@ def _sampling_problems(config: Config) -> Iterator[str]:
     SamplingParams.of(evaluation_sampling(config))
   except (TypeError, ValueError):
     return  # already reported.
+  if config.engine.cache_dtype is not None and config.engine.name != "jax_sampler":
+    yield (
+      f"engine.cache_dtype={config.engine.cache_dtype!r} is that of the embedded sampler, but"
+      f" engine.name={config.engine.name!r}: set it to None (SGLang: engine.sglang.arguments="
+      "('--kv-cache-dtype=fp8_e4m3',))"
+    )
   if not sampling.reports_truncated:
     return
   if config.model.logprobs is not None:
@@ -362,6 +368,7 @@ def sampler_sizes(config: Config) -> dict[str, Any]:
   own_prompts = lengths.pop("own_prompts")
   return {
     "max_rows": rows,
+    "cache_dtype": config.engine.cache_dtype,
     **lengths,
     "long_prompts": rows if own_prompts else None,
     "whole_caches": chosen_options.has_chosen_rows(config) and rows > USUAL_ROWS,

@@ -9,13 +9,15 @@ from grpo_kernels.attention import parts
 from grpo_kernels.attention.parts import Partial
 from jaxtyping import Array, Float, Int
 
+from grpo_jax.engines import stored_keys
+from grpo_jax.engines.kv_cache import LayerCache
 from grpo_jax.engines.sampler_inputs import ProgramOptions
 
 
 def over_pages(
   asked: Float[Array, "B K m E"],
   found: Partial,
-  pages: tuple[Array, Array],
+  pages: LayerCache,
   tables: Int[Array, "B W"],
   lengths: Int[Array, " B"],
   first: Int[Array, "B m"] | None,
@@ -31,17 +33,17 @@ def over_pages(
 
   def add_some(i, found):
     table = jax.lax.dynamic_slice_in_dim(tables, i * at_once, at_once, axis=1)
-    keys, values = (jnp.take(x, table, axis=0) for x in pages)
+    keys, values = jax.tree.map(lambda x: jnp.take(x, table, axis=0), pages)
     place = i * at_once * size + inside
     allowed = place[None] < lengths[:, None, None]
-    scores = contract("bkme,bnkpe->bkmnp", asked, keys)
+    scores = stored_keys.scores(contract, "bkme,bnkpe->bkmnp", asked, keys)
     allowed = allowed[:, None, None]
     if first is not None:
       allowed = allowed & (place[None, None, None] >= first[:, None, :, None, None])
     mask = jnp.broadcast_to(allowed, scores.shape)
     flat = lambda x: x.reshape(*x.shape[:3], at_once * size)
     back = lambda x: x.reshape(*x.shape[:3], at_once, size)
-    mix = lambda weights: contract("bkmnp,bnkpe->bkme", back(weights), values)
+    mix = lambda w: stored_keys.mixed(contract, "bkmnp,bnkpe->bkme", back(w), values)
     return parts.joined(found, parts.softmax(flat(scores), flat(mask), mix, options.products))
 
   rounds = (jnp.max(lengths) + at_once * size - 1) // (at_once * size)

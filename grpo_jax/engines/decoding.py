@@ -18,7 +18,14 @@ from grpo_kernels.linear_logprobs import reference
 from jaxtyping import Array, Float, Int
 
 from grpo_jax.compilation import precision
-from grpo_jax.engines import cache_forms, cached_attention, kv_cache, sampler_weights, sampling
+from grpo_jax.engines import (
+  cache_forms,
+  cached_attention,
+  kv_cache,
+  sampler_weights,
+  sampling,
+  stored_keys,
+)
 from grpo_jax.engines.kv_cache import Cache
 from grpo_jax.engines.sampler_inputs import Pieces, PrefillChunk, ProgramOptions, RowStates
 from grpo_jax.engines.sampler_weights import SamplerWeights
@@ -61,19 +68,15 @@ def read(
     The pages with the keys and values of the chunk; the hidden states after the last layer; the
     experts of its tokens.
   """
-  size, dtype = cache[0][0].shape[2], cache[0][0].dtype
+  size = cache[0][0].shape[2]
   is_first = jnp.asarray(chunk.segment_ids) == 1
   offsets = chunk.positions % size
   windows = kv_cache.windows(options.config)
 
-  def write(pages, k, v, window):
+  def write(pages, new, window):
     places = chunk.pages[windows.index(window)]
-
-    def put(to, new):
-      to = to.at[places, :, offsets].set(new[0].astype(dtype), mode="drop")
-      return kv_cache.placed(to, options)
-
-    return put(pages[0], k), put(pages[1], v)
+    put = lambda to, new: to.at[places, :, offsets].set(new, mode="drop")
+    return kv_cache.placed(jax.tree.map(put, pages, new), options)
 
   def before(q, kv_heads, pages, first, window):
     tables, past = chunk.past_pages[windows.index(window)], jnp.asarray(chunk.past)
@@ -106,9 +109,9 @@ def read_again(
   form, count = cache_forms.of(options), pieces.rows.shape[0]
   windows, prompt_lengths = kv_cache.windows(options.config), jnp.asarray(pieces.prompt_lengths)
 
-  def write(cache, k, v, window):
+  def write(cache, new, window):
     of_rows, pages = cache
-    return form.write_again(of_rows, k[0], v[0], pieces, window, options), pages
+    return form.write_again(of_rows, new, pieces, window, options), pages
 
   def before(q, kv_heads, cache, first, window):
     of_rows, pages = cache
@@ -136,7 +139,7 @@ def _read(
   weights: SamplerWeights,
   cache: Sequence[_LayerCache],
   taken: PrefillChunk | Pieces,
-  write: Callable[[_LayerCache, Array, Array, int | None], _LayerCache],
+  write: Callable[[_LayerCache, kv_cache.LayerCache, int | None], _LayerCache],
   before: Callable[..., Partial],
   options: ProgramOptions,
 ) -> tuple[list[_LayerCache], Float[Array, "n 1 D"], Experts]:
@@ -146,7 +149,8 @@ def _read(
     weights: Weights made by `split_layers`.
     cache: Cache of each layer, in the form that `write` and `before` take.
     taken: The tokens.
-    write: Function (cache of a layer, keys, values [1 n K E], window) → the cache with them.
+    write: Function (cache of a layer, stored keys and values [n K E], window) → the cache with
+      them.
     before: Function (queries [1 n H E], K, cache of a layer, first position that each token sees or
       None, window) → attention to tokens of earlier calls, [1 n H]. With a window, the cache is as
       it was before `write`, which may take the places of tokens that are still seen.
@@ -159,7 +163,7 @@ def _read(
   products = _prefill_products(options)
   config, positions = options.config, jnp.asarray(taken.positions)
   angles = _angles(positions[:, None], config)
-  segment_ids, dtype = jnp.asarray(taken.segment_ids)[None], options.products.compute_dtype
+  segment_ids = jnp.asarray(taken.segment_ids)[None]
   settings = {"config": config, "products": products}
   x = layers.embed(weights.embed, jnp.asarray(taken.tokens)[:, None], **settings)
   written, extras = [], []
@@ -172,8 +176,11 @@ def _read(
 
     def attend(q, k, v, own=own, window=kind.window):
       everywhere = ("prompts", "places", "kv_heads", "width")
-      k, v = (products.place(y[:, 0].astype(dtype)[None], everywhere) for y in (k, v))
-      unwritten, own = own, write(own, k, v, window)
+      place = lambda y: products.place(y[None], everywhere)[0]
+      new = tuple(jax.tree.map(place, stored_keys.stored(y[:, 0], options)) for y in (k, v))
+      unwritten, own = own, write(own, new, window)
+      # Tokens of the call are seen as later ones see them, so no result depends on the calls.
+      k, v = (stored_keys.read(y, options)[None] for y in new)
       q = q.swapaxes(0, 1)  # one row of all tokens, as the keys and values.
       here = attention.partial(q, k, v, seen[window], products=products)
       read = own if window is None else unwritten
@@ -201,7 +208,7 @@ def _experts_in(extras: Sequence[layers.Extras], options: ProgramOptions) -> Exp
 def _before(
   q: Float[Array, "1 T H E"],
   kv_heads: int,
-  pages: tuple[Array, Array],
+  pages: kv_cache.LayerCache,
   tables: Int[Array, "1 W"],
   lengths: Int[Array, " 1"],
   first: Int[Array, " T"] | None,

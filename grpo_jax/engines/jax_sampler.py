@@ -78,6 +78,7 @@ class JaxSampler:
     unmerged: bool | None = None,
     devices: Sequence[Any] | None = None,
     record_experts: bool = False,
+    cache_dtype: str | None = None,
   ):
     """Makes a sampler without weights; call `load_weights` before `generate`.
 
@@ -85,7 +86,7 @@ class JaxSampler:
       config: Sizes of the model.
       decode: Function from token ids to text, for stop strings; None: requests with stop strings
         are rejected.
-      compute_dtype: Dtype of products and caches, float32 or bfloat16; the trainer's, so that
+      compute_dtype: Dtype of products, float32 or bfloat16; the trainer's, so that
         logprobs agree.
       product_dtype: Dtype of q, k, v, gate and up, the trainer's; see `products.Products`.
       matmul_precision: Precision of float32 products, the trainer's; see `precision.resolve`.
@@ -129,6 +130,7 @@ class JaxSampler:
         None: the devices of the parameters.
       record_experts: Whether generations have the experts that their tokens went through; of a
         model without experts there are none.
+      cache_dtype: Dtype of stored keys and values, "bfloat16" or "int8"; None: the compute dtype.
     """
     _check_sizes(config, max_rows, chunk_tokens, num_valid_tokens)
     self._config = config
@@ -147,6 +149,7 @@ class JaxSampler:
       matmul_precision=precision.resolve(matmul_precision, compute_dtype),
       attention=attention,
       experts=config.expert_shape if record_experts else None,
+      cache_dtype=cache_dtype,
     )
     self._sizes = sampler_memory.sizes_for(
       max_rows,

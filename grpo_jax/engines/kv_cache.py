@@ -5,6 +5,8 @@
   without it. Layers of the same window use the same pages; `prompt_pages` says which.
 * The keys and values of sampled tokens are stored by row, in one of two forms: `ring_cache` for
   CPUs, `row_cache` for accelerators. `cache_forms` chooses between them.
+* `stored_keys` says how a key is stored, in which dtype. What moves, takes or places tokens maps
+  over the arrays of it.
 * A layer with a window keeps its window only: a new token takes the page or the column of one that
   no later token sees. What reads many tokens at once therefore reads before it writes.
 
@@ -22,17 +24,20 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
+from grpo_jax.engines import stored_keys
 from grpo_jax.engines.sampler_inputs import Pieces, ProgramOptions, RowStates
+from grpo_jax.engines.stored_keys import Stored
 from grpo_jax.models.config import ModelConfig
 
-# Keys and values of every layer. Pages: [N K T E] each. Sampled tokens: see the forms.
-Cache = list[tuple[Array, Array]]
+# Keys and values of a layer. Pages: [N K T E] each. Sampled tokens: see the forms.
+LayerCache = tuple[Stored, Stored]
+Cache = list[LayerCache]
 
 
 def token_bytes(options: ProgramOptions) -> dict[int | None, int]:
   """Returns the bytes of the keys and values of one token in all layers of each window."""
-  config, dtype = options.config, options.products.compute_dtype
-  of_layer = 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+  config = options.config
+  of_layer = 2 * config.num_kv_heads * stored_keys.head_bytes(options)
   layers = collections.Counter(kind.window for kind in config.kinds)
   return {window: count * of_layer for window, count in layers.items()}
 
@@ -77,7 +82,7 @@ def empty_pages(counts: tuple[int, ...], length: int, options: ProgramOptions) -
 
   def make(count):
     shape = (count, config.num_kv_heads, length, config.head_dim)
-    return placed(jnp.zeros(shape, options.products.compute_dtype), options)
+    return placed(stored_keys.empty(shape, options), options)
 
   return [(make(count), make(count)) for count in by_layer(counts, config)]
 
@@ -89,15 +94,15 @@ def other_pages(cache: Cache, places: Sequence[Int[Array, " n"]], options: Progr
 
 
 def resize(
-  layer: tuple[Array, Array],
+  layer: LayerCache,
   places: Int[Array, " n"],
   options: ProgramOptions,
   *,
   row_axis: int | None = None,
-) -> tuple[Array, Array]:
+) -> LayerCache:
   """Returns the blocks of a layer's ring, or its pages, at `places`."""
-  one = lambda x: placed(jnp.take(x, places, axis=0), options, row_axis=row_axis)
-  return one(layer[0]), one(layer[1])
+  taken = jax.tree.map(lambda x: jnp.take(x, places, axis=0), layer)
+  return placed(taken, options, row_axis=row_axis)
 
 
 def moved(own: Cache, rows: RowStates, options: ProgramOptions, *, row_axis: int) -> Cache:
@@ -153,17 +158,24 @@ def rows_spec(count: int, options: ProgramOptions) -> tuple[str, ...] | None:
   return options.row_axes if parts > 1 and count % parts == 0 else None
 
 
-def placed(cache: Array, options: ProgramOptions, *, row_axis: int | None = None) -> Array:
+def placed(cache: Any, options: ProgramOptions, *, row_axis: int | None = None) -> Any:
   """Splits a cache's heads as the key projection is split, and rows over the other mesh axes.
 
   Queries are split the same way: otherwise the ring would move to them. Pages are copied to every
   device that may have a row of their prompt.
+
+  Args:
+    cache: Array, or tree of arrays.
+    options: Options of the programs.
+    row_axis: Axis of rows; None: the first axis is of pages.
   """
-  if options.mesh is None:
+  mesh = options.mesh
+  if mesh is None:
     return cache
-  if row_axis is None:
-    spec = PartitionSpec(None, options.head_axis)
-  else:
-    rows = rows_spec(cache.shape[row_axis], options)
-    spec = PartitionSpec(*[None] * row_axis, rows, options.head_axis)
-  return jax.lax.with_sharding_constraint(cache, NamedSharding(options.mesh, spec))
+
+  def place(x):
+    axes = [] if row_axis is None else [*[None] * row_axis, rows_spec(x.shape[row_axis], options)]
+    spec = PartitionSpec(*(axes or [None]), options.head_axis)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+  return jax.tree.map(place, cache)

@@ -11,6 +11,7 @@ from grpo_jax.values import checked
 from grpo_jax.values.options import option, section
 
 LOGPROBS = ("full", "truncated")
+CACHE_DTYPES = ("bfloat16", "int8")
 _SIZE = checked.whole(low=1)
 USUAL_ROWS = 64  # completions sampled at the same time where memory does not decide.
 
@@ -33,6 +34,12 @@ class EngineOptions:
     "devices of the embedded sampler, by number: (6, 7); the mesh has the others. None: it"
     " samples on the devices of the mesh",
     checked.several(checked.whole(low=0), least=1, none=True),
+  )
+  cache_dtype: str | None = option(
+    None,
+    'dtype of the embedded sampler\'s keys and values: "bfloat16", "int8" with a scale for each'
+    " token and head; None: model.compute_dtype",
+    checked.choice(CACHE_DTYPES, none=True),
   )
   proof_tokens: int | None = option(
     None,

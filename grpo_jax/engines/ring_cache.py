@@ -10,7 +10,6 @@ what each function is for, and `kv_cache` has the letters of sizes; here the rin
 columns, and there are A tiles of G rows.
 """
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,8 +20,8 @@ from grpo_kernels.attention import parts
 from grpo_kernels.attention.parts import Partial
 from jaxtyping import Array, Float, Int
 
-from grpo_jax.engines import cached_attention, kv_cache
-from grpo_jax.engines.kv_cache import Cache
+from grpo_jax.engines import cached_attention, kv_cache, stored_keys
+from grpo_jax.engines.kv_cache import Cache, LayerCache
 from grpo_jax.engines.sampler_inputs import Pieces, ProgramOptions, RowPrompts, RowStates, Tiles
 
 # Columns of the ring that one round of a loop reads when many tokens attend to them.
@@ -35,12 +34,13 @@ def empty(blocks: int, rows: int, length: int, options: ProgramOptions) -> Cache
   Keys are [M R K E C] and values [M R K C E], because products of a single query are sums over
   columns, which are fastest in these layouts.
   """
-  config, dtype = options.config, options.products.compute_dtype
-  make = lambda *shape: kv_cache.placed(jnp.zeros(shape, dtype), options, row_axis=1)
+  config = options.config
 
   def of_layer(window):
     shape = (held_blocks(blocks, window, length), rows, config.num_kv_heads)
-    return make(*shape, config.head_dim, length), make(*shape, length, config.head_dim)
+    keys = stored_keys.empty((*shape, config.head_dim, length), options, axis=-2)
+    values = stored_keys.empty((*shape, length, config.head_dim), options)
+    return kv_cache.placed((keys, values), options, row_axis=1)
 
   return [of_layer(kind.window) for kind in config.kinds]
 
@@ -85,13 +85,13 @@ def attend(
   asked: Float[Array, "R K r E"],
   key: Float[Array, "R K E"],
   value: Float[Array, "R K E"],
-  own: tuple[Array, Array],
-  pages: tuple[Array, Array],
+  own: LayerCache,
+  pages: LayerCache,
   prompts: RowPrompts,
   at: tuple[Int[Array, ""], Int[Array, " R"], Int[Array, " R"]],
   window: int | None,
   options: ProgramOptions,
-) -> tuple[Float[Array, "R K r E"], tuple[Array, Array]]:
+) -> tuple[Float[Array, "R K r E"], LayerCache]:
   """Writes a token of every row; attends to its prompt and to its own tokens, this one included."""
   step, lengths, prompt_lengths = at
   own = append(own, key, value, step, options)
@@ -107,42 +107,43 @@ def attend(
 
 
 def append(
-  ring: tuple[Array, Array],
+  ring: LayerCache,
   key: Float[Array, "R K E"],
   value: Float[Array, "R K E"],
   step: Int[Array, ""],
   options: ProgramOptions,
-) -> tuple[Array, Array]:
+) -> LayerCache:
   """Writes one token of every row into the column of the step."""
   keys, values = ring
   blocks, columns = keys.shape[0], keys.shape[-1]
   block, column = step // columns % blocks, step % columns
   write = jax.lax.dynamic_update_slice
-  keys = write(keys, key.astype(keys.dtype)[None, ..., None], (block, 0, 0, 0, column))
-  values = write(values, value.astype(values.dtype)[None, :, :, None], (block, 0, 0, column, 0))
-  place = functools.partial(kv_cache.placed, options=options, row_axis=1)
-  return place(keys), place(values)
+  put = lambda to, new: write(to, new[None, ..., None], (block, 0, 0, 0, column))
+  keys = jax.tree.map(put, keys, stored_keys.stored(key, options))
+  put = lambda to, new: write(to, new[None, :, :, None], (block, 0, 0, column, 0))
+  values = jax.tree.map(put, values, stored_keys.stored(value, options))
+  return kv_cache.placed((keys, values), options, row_axis=1)
 
 
 def write_again(
-  ring: tuple[Array, Array],
-  k: Array,
-  v: Array,
+  ring: LayerCache,
+  new: LayerCache,
   pieces: Pieces,
   window: int | None,
   options: ProgramOptions,
-) -> tuple[Array, Array]:
-  """Writes the keys and values [n K E] of pieces into the columns of their steps."""
+) -> LayerCache:
+  """Writes the stored keys and values [n K E] of pieces into the columns of their steps."""
   blocks, columns = ring[0].shape[0], ring[0].shape[-1]
   steps, rows = jnp.asarray(pieces.steps), jnp.asarray(pieces.rows)
   # A token of padding goes to a block that does not exist.
   is_left_out = steps < 0 if window is None else ~kv_cache.stays(pieces, blocks * columns)
   block = jnp.where(is_left_out, blocks, steps // columns % blocks)
   column, row = steps % columns, jnp.repeat(rows, len(pieces.tokens) // len(rows))
-  dtype, place = ring[0].dtype, functools.partial(kv_cache.placed, options=options, row_axis=1)
-  keys = ring[0].at[block, row, :, :, column].set(k.astype(dtype), mode="drop")
-  values = ring[1].at[block, row, :, column].set(v.astype(dtype), mode="drop")
-  return place(keys), place(values)
+  put = lambda to, new: to.at[block, row, :, :, column].set(new, mode="drop")
+  keys = jax.tree.map(put, ring[0], new[0])
+  put = lambda to, new: to.at[block, row, :, column].set(new, mode="drop")
+  values = jax.tree.map(put, ring[1], new[1])
+  return kv_cache.placed((keys, values), options, row_axis=1)
 
 
 def tiles_at_once(rows: int, group: int) -> int:
@@ -159,7 +160,7 @@ def max_tiles(rows: int, group: int) -> int:
 def over_tiles(
   asked: Float[Array, "R K r E"],
   found: Partial,
-  pages: tuple[Array, Array],
+  pages: LayerCache,
   tiles: Tiles,
   first: Int[Array, " R"] | None,
   options: ProgramOptions,
@@ -213,7 +214,7 @@ def over_tiles(
 
 def over_ring(
   asked: Float[Array, "R K r E"],
-  ring: tuple[Array, Array],
+  ring: LayerCache,
   step: Int[Array, ""],
   lengths: Int[Array, " R"],
   window: int | None,
@@ -226,18 +227,26 @@ def over_ring(
   count = asked.shape[0]
   keys, values = ring
   blocks, columns = keys.shape[0], keys.shape[-1]
-  rounded = functools.partial(rounding.rounded, dtype=options.products.compute_dtype)
-  queries = rounded(asked)[..., None]
+  row_wise = lambda x: x.astype(jnp.float32)[:, :, None]  # [R K 1 ...]
+
+  def product(_, x, y):
+    x = rounding.rounded(x, options.products.compute_dtype)
+    return jnp.sum(x[..., None] * row_wise(y), axis=-2)
 
   def attend_to_block(index):
-    row_wise = lambda x: x[:count].astype(jnp.float32)[:, :, None]  # [R K 1 ...]
     at = index % blocks
+    of_rows = lambda x: _at(x, at)[:count]
     age = (step - at * columns - jnp.arange(columns)) % (blocks * columns)
-    scores = jnp.sum(queries * row_wise(_at(keys, at)), axis=-2)
+    of_block = jax.tree.map(of_rows, keys)
+    scores = stored_keys.scores(product, "rkme,rkec->rkmc", asked, of_block)
     allowed = age[None] <= lengths[:, None]
     if window is not None:
       allowed = allowed & (age[None] < window)
-    mix = lambda w: jnp.sum(rounded(w)[..., None] * row_wise(_at(values, at)), axis=-2)
+
+    def mix(weights):
+      of_block = jax.tree.map(of_rows, values)
+      return stored_keys.mixed(product, "rkmc,rkce->rkme", weights, of_block)
+
     return parts.softmax(scores, allowed[:, None, None], mix, options.products)
 
   if blocks == 1:
@@ -251,7 +260,7 @@ def over_ring(
 def over_past(
   asked: Float[Array, "S K m E"],
   found: Partial,
-  ring: tuple[Array, Array],
+  ring: LayerCache,
   pieces: Pieces,
   first: Int[Array, "S m"] | None,
   options: ProgramOptions,
@@ -272,9 +281,13 @@ def over_past(
 
   def columns_of(x, at, axis):
     """Returns some columns of the rows of the pieces."""
-    x = _at(x, at * width // columns)
-    x = jax.lax.dynamic_slice_in_dim(x, at * width % columns, width, axis)
-    return jnp.take(x, rows, axis=0)
+
+    def take(x):
+      x = _at(x, at * width // columns)
+      x = jax.lax.dynamic_slice_in_dim(x, at * width % columns, width, axis)
+      return jnp.take(x, rows, axis=0)
+
+    return jax.tree.map(take, x)
 
   def add_some(index, found):
     at = index % count
@@ -283,9 +296,11 @@ def over_past(
     allowed = ((number >= 0) & (number < past[:, None]))[:, None, None]
     if first is not None:
       allowed = allowed & (number[:, None, None] >= first[:, None, :, None])
-    scores = contract("bkme,bkec->bkmc", asked, columns_of(keys, at, -1))
+    keys_here = columns_of(keys, at, -1)
+    scores = stored_keys.scores(contract, "bkme,bkec->bkmc", asked, keys_here)
     mask = jnp.broadcast_to(allowed, scores.shape)
-    mix = lambda weights: contract("bkmc,bkce->bkme", weights, columns_of(values, at, -2))
+    spec, values_here = "bkmc,bkce->bkme", columns_of(values, at, -2)
+    mix = lambda weights: stored_keys.mixed(contract, spec, weights, values_here)
     return parts.joined(found, parts.softmax(scores, mask, mix, options.products))
 
   last = (step - 1) // width

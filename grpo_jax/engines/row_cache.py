@@ -10,7 +10,6 @@ No loop depends on data: the host would be asked before each round. `cache_forms
 function is for, and `kv_cache` has the letters of sizes.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -22,8 +21,8 @@ from grpo_kernels.implementations import chip_of, current_chip
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from grpo_jax.engines import cached_attention, kv_cache
-from grpo_jax.engines.kv_cache import Cache
+from grpo_jax.engines import cached_attention, kv_cache, stored_keys
+from grpo_jax.engines.kv_cache import Cache, LayerCache
 from grpo_jax.engines.sampler_inputs import Pieces, ProgramOptions, Readers, RowPrompts, RowStates
 
 _KEYS = decode_attention.KEYS  # columns are a multiple of it, unless there are fewer.
@@ -33,11 +32,11 @@ _COLUMNS_AT_ONCE = 1024
 
 def empty(blocks: int, rows: int, length: int, options: ProgramOptions) -> Cache:
   """Returns zeros [R K C E] for `rows` rows of at most `blocks` times `length` columns."""
-  config, dtype = options.config, options.products.compute_dtype
+  config = options.config
 
   def make(window):
     shape = (rows, config.num_kv_heads, held_columns(blocks * length, window), config.head_dim)
-    return kv_cache.placed(jnp.zeros(shape, dtype), options, row_axis=0)
+    return kv_cache.placed(stored_keys.empty(shape, options), options, row_axis=0)
 
   return [(make(kind.window), make(kind.window)) for kind in config.kinds]
 
@@ -51,15 +50,13 @@ def grown(own: Cache, places: Any, blocks: int, length: int, options: ProgramOpt
   """Returns a cache of `blocks` times `length` columns in which the first are as before."""
   del places  # columns that are too few for a window hold their tokens in order, as all others do.
 
-  def pad(x, window):
-    room = held_columns(blocks * length, window) - x.shape[2]
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, room), (0, 0)))
-    return kv_cache.placed(x, options, row_axis=0)
+  def pad(layer, window):
+    room = held_columns(blocks * length, window) - layer[0].shape[2]
+    longer = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, room), (0, 0))), layer)
+    return kv_cache.placed(longer, options, row_axis=0)
 
   kinds = options.config.kinds
-  return [
-    (pad(k, kind.window), pad(v, kind.window)) for (k, v), kind in zip(own, kinds, strict=True)
-  ]
+  return [pad(layer, kind.window) for layer, kind in zip(own, kinds, strict=True)]
 
 
 def moved(own: Cache, rows: RowStates, options: ProgramOptions) -> Cache:
@@ -71,13 +68,13 @@ def attend(
   asked: Float[Array, "R K r E"],
   key: Float[Array, "R K E"],
   value: Float[Array, "R K E"],
-  own: tuple[Array, Array],
-  pages: tuple[Array, Array],
+  own: LayerCache,
+  pages: LayerCache,
   prompts: RowPrompts,
   at: tuple[Int[Array, ""], Int[Array, " R"], Int[Array, " R"]],
   window: int | None,
   options: ProgramOptions,
-) -> tuple[Float[Array, "R K r E"], tuple[Array, Array]]:
+) -> tuple[Float[Array, "R K r E"], LayerCache]:
   """Writes a token of every row; attends to its prompt and to its own tokens, this one included."""
   _, lengths, prompt_lengths = at
   columns, tables = own[0].shape[2], prompts.tables
@@ -88,7 +85,7 @@ def attend(
   # The kernel reads columns in the order of their tokens.
   if not is_ring and (kernel := _kernel(asked, own, pages, options)):
     begin = jnp.zeros_like(lengths) if first is None else tables.local(first)
-    asked, key, value = (x.astype(own[0].dtype) for x in (asked, key, value))
+    asked, key, value = (x.astype(options.products.compute_dtype) for x in (asked, key, value))
     held = jnp.asarray(tables.pages), tables.local(prompt_lengths)
     attend_on_device = _on_devices(kernel.attend, len(asked), options)
     return attend_on_device(asked, (key, value), own, pages, *held, lengths, begin)
@@ -104,10 +101,11 @@ def _is_ring(columns: int, window: int | None) -> bool:
   return window is not None and columns >= window
 
 
-def _kernel(
-  asked: Array, own: tuple[Array, Array], pages: tuple[Array, Array], options: ProgramOptions
-) -> Any:
+def _kernel(asked: Array, own: LayerCache, pages: LayerCache, options: ProgramOptions) -> Any:
   """Returns the kernel of this chip for these arrays; None: the products below are used."""
+  dtype = options.products.compute_dtype
+  if stored_keys.dtype_of(options) != dtype:
+    return None  # it reads the compute dtype.
   chip = current_chip()
   if options.mesh is not None:
     if asked.shape[0] != own[0].shape[0]:
@@ -115,7 +113,6 @@ def _kernel(
     chip = chip_of(options.mesh.devices.flat[0])
   _, _, queries, width = asked.shape
   tokens = pages[0].shape[2], own[0].shape[2]
-  dtype = options.products.compute_dtype
   sizes = {"width": width, "queries": queries, "tokens": tokens}
   return decode_attention.kernel(options.attention.implementation, chip, dtype, **sizes)
 
@@ -142,40 +139,40 @@ def _on_devices(attend: Any, count: int, options: ProgramOptions) -> Any:
 
 
 def append(
-  own: tuple[Array, Array],
+  own: LayerCache,
   key: Float[Array, "R K E"],
   value: Float[Array, "R K E"],
   places: Int[Array, " R"],
   options: ProgramOptions,
-) -> tuple[Array, Array]:
+) -> LayerCache:
   """Writes one token of every row into the column at its place."""
   count, settings = key.shape[0], {"unique_indices": True, "indices_are_sorted": True}
+  new = stored_keys.stored(key, options), stored_keys.stored(value, options)
 
   def put(to, new):
     to = to.at[jnp.arange(count), :, places]
-    to = to.set(new.astype(own[0].dtype), mode="promise_in_bounds", **settings)
-    return kv_cache.placed(to, options, row_axis=0)
+    return to.set(new, mode="promise_in_bounds", **settings)
 
-  return put(own[0], key), put(own[1], value)
+  return kv_cache.placed(jax.tree.map(put, own, new), options, row_axis=0)
 
 
 def over_columns(
   asked: Float[Array, "R K r E"],
-  own: tuple[Array, Array],
+  own: LayerCache,
   lengths: Int[Array, " R"],
   window: int | None,
   options: ProgramOptions,
 ) -> Partial:
   """Attends to the first `lengths` + 1 tokens of each row; with a window, to the last of these."""
-  keys, values = (x[: asked.shape[0]] for x in own)
+  keys, values = jax.tree.map(lambda x: x[: asked.shape[0]], own)
   contract, column = options.products.contract, jnp.arange(keys.shape[2])
   if window is None:
     allowed = column[None] <= lengths[:, None]
   else:
     number = _numbers(lengths, len(column))
     allowed = (number >= 0) & (number > lengths[:, None] - window)
-  scores = contract("rkme,rkce->rkmc", asked, keys)
-  mix = lambda weights: contract("rkmc,rkce->rkme", weights, values)
+  scores = stored_keys.scores(contract, "rkme,rkce->rkmc", asked, keys)
+  mix = lambda weights: stored_keys.mixed(contract, "rkmc,rkce->rkme", weights, values)
   return parts.softmax(scores, allowed[:, None, None], mix, options.products)
 
 
@@ -189,7 +186,7 @@ def _numbers(last: Int[Array, " R"], columns: int) -> Int[Array, "R C"]:
 
 def over_prompts(
   asked: Float[Array, "R K r E"],
-  pages: tuple[Array, Array],
+  pages: LayerCache,
   readers: Readers,
   first: Int[Array, " R"] | None,
   options: ProgramOptions,
@@ -216,8 +213,8 @@ def over_prompts(
     seen = jnp.repeat(jnp.take(first, rows), repeats, axis=1)
     position = jnp.asarray(readers.starts)[:, None] + place[None]
     allowed = allowed & (position[:, None, None] >= seen[:, None, :, None])
-  scores = contract("nkme,nkte->nkmt", tiled, keys)
-  mix = lambda weights: contract("nkmt,nkte->nkme", weights, values)
+  scores = stored_keys.scores(contract, "nkme,nkte->nkmt", tiled, keys)
+  mix = lambda weights: stored_keys.mixed(contract, "nkmt,nkte->nkme", weights, values)
   found = parts.softmax(scores, allowed, mix, options.products)
   places = jnp.asarray(readers.places)
 
@@ -232,14 +229,13 @@ def over_prompts(
 
 
 def write_again(
-  own: tuple[Array, Array],
-  k: Array,
-  v: Array,
+  own: LayerCache,
+  new: LayerCache,
   pieces: Pieces,
   window: int | None,
   options: ProgramOptions,
-) -> tuple[Array, Array]:
-  """Writes the keys and values [n K E] of pieces into the columns of their tokens."""
+) -> LayerCache:
+  """Writes the stored keys and values [n K E] of pieces into the columns of their tokens."""
   columns, rows = own[0].shape[2], jnp.asarray(pieces.rows)
   each = lambda x: jnp.repeat(jnp.asarray(x), len(pieces.tokens) // len(rows))
   number = jnp.asarray(pieces.positions) - each(pieces.prompt_lengths)
@@ -250,16 +246,15 @@ def write_again(
     column = jnp.where(kv_cache.stays(pieces, columns), number % columns, columns)
 
   def put(to, new):
-    to = to.at[each(rows), :, column].set(new.astype(to.dtype), mode="drop")
-    return kv_cache.placed(to, options, row_axis=0)
+    return to.at[each(rows), :, column].set(new, mode="drop")
 
-  return put(own[0], k), put(own[1], v)
+  return kv_cache.placed(jax.tree.map(put, own, new), options, row_axis=0)
 
 
 def over_past(
   asked: Float[Array, "S K m E"],
   found: Partial,
-  own: tuple[Array, Array],
+  own: LayerCache,
   pieces: Pieces,
   first: Int[Array, "S m"] | None,
   options: ProgramOptions,
@@ -273,8 +268,8 @@ def over_past(
   rows, past = jnp.asarray(pieces.rows), jnp.asarray(pieces.past)
 
   def add_some(i, found):
-    of_rows = functools.partial(jnp.take, indices=rows, axis=0)
-    keys, values = (of_rows(jax.lax.dynamic_slice_in_dim(x, i * width, width, axis=2)) for x in own)
+    part = lambda x: jax.lax.dynamic_slice_in_dim(x, i * width, width, axis=2)
+    keys, values = jax.tree.map(lambda x: jnp.take(part(x), rows, axis=0), own)
     number = (i * width + jnp.arange(width))[None]
     if first is not None:
       number = jax.lax.dynamic_slice_in_dim(_numbers(past - 1, columns), i * width, width, axis=1)
@@ -282,9 +277,9 @@ def over_past(
     if first is not None:
       seen = jnp.maximum(first, 0)[:, None, :, None]
       allowed = allowed & (number[:, None, None] >= seen)
-    scores = contract("bkme,bkce->bkmc", asked, keys)
+    scores = stored_keys.scores(contract, "bkme,bkce->bkmc", asked, keys)
     mask = jnp.broadcast_to(allowed, scores.shape)
-    mix = lambda weights: contract("bkmc,bkce->bkme", weights, values)
+    mix = lambda weights: stored_keys.mixed(contract, "bkmc,bkce->bkme", weights, values)
     return parts.joined(found, parts.softmax(scores, mask, mix, options.products))
 
   return jax.lax.fori_loop(0, columns // width, add_some, found)

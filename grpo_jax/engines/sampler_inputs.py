@@ -13,6 +13,7 @@ from grpo_kernels.attention import AUTOMATIC, Attention
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from grpo_jax.engines.options import CACHE_DTYPES
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 from grpo_jax.types import ExpertShape
@@ -69,6 +70,7 @@ class ProgramOptions:
     attention: Choice of attention within a prefilled chunk.
     unmerged: Whether the adapter of a `LowRank` kernel stays apart from it; False: they are merged.
     experts: Shape of the records of experts that the programs return; None: they return none.
+    cache_dtype: Dtype of stored keys and values, "bfloat16" or "int8"; None: the compute dtype.
   """
 
   config: ModelConfig
@@ -87,6 +89,18 @@ class ProgramOptions:
   attention: Attention = AUTOMATIC
   unmerged: bool = False
   experts: ExpertShape | None = None
+  cache_dtype: str | None = None
+
+  def __post_init__(self):
+    """Checks the dtype of the cache.
+
+    Raises:
+      ValueError: There is no such cache.
+    """
+    if self.cache_dtype not in (None, *CACHE_DTYPES):
+      raise ValueError(
+        f"engine.cache_dtype must be one of {CACHE_DTYPES} or None, got {self.cache_dtype!r}"
+      )
 
 
 @as_tree

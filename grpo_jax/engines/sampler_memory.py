@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_jax.engines import kv_cache, row_cache, sampler_sizes
+from grpo_jax.engines import kv_cache, row_cache, sampler_sizes, stored_keys
 from grpo_jax.engines.options import USUAL_ROWS
 from grpo_jax.engines.sampler_inputs import ProgramOptions
 from grpo_jax.models.config import ModelConfig
@@ -47,6 +47,7 @@ class SamplerPart:
       whether every row has its own prompt, as "own_prompts".
     heads: Devices over which heads are split.
     rows: Devices over which rows are split.
+    cache_dtype: Dtype of stored keys and values; see `ProgramOptions`.
   """
 
   model: ModelConfig
@@ -54,6 +55,7 @@ class SamplerPart:
   sizes: Mapping[str, Any]
   heads: int = 1
   rows: int = 1
+  cache_dtype: str | None = None
 
   def of(self, rows: int, *, whole_caches: bool) -> Rows:
     """Returns what a number of rows takes.
@@ -63,7 +65,8 @@ class SamplerPart:
       whole_caches: Whether the caches are made for the longest completions at once.
     """
     sizes = self.sizes
-    of_token = kv_cache.token_bytes(ProgramOptions(self.model, self.products, chunk=1))
+    options = ProgramOptions(self.model, self.products, chunk=1, cache_dtype=self.cache_dtype)
+    of_token = kv_cache.token_bytes(options)
     planned = sampler_sizes.planned(
       rows,
       prompt_tokens=sizes["prompt_tokens"],
@@ -85,7 +88,7 @@ class SamplerPart:
     program = _LOGITS * _FLOAT32 * own_rows * self.model.vocab_size
     program += sum(own.values())  # a GPU's compiler copies it before the loop that writes to it.
     # A layer's caches in float32.
-    program += _FLOAT32 // self.products.compute_dtype.itemsize * largest
+    program += _FLOAT32 * self.model.head_dim * largest // stored_keys.head_bytes(options)
     return Rows(rows, whole_caches, sum(both.values()), program)
 
 

@@ -270,5 +270,5 @@ def _token_bytes(config: Config, model: ModelConfig) -> dict[int | None, int]:
   """Returns the bytes of the sampler's keys and values of one token; see `kv_cache.token_bytes`."""
   products = Products(config.model.compute_dtype, config.model.product_dtype)
   return kv_cache.token_bytes(
-    sampler_inputs.ProgramOptions(config=model, products=products, chunk=1)
+    sampler_inputs.ProgramOptions(model, products, chunk=1, cache_dtype=config.engine.cache_dtype)
   )

@@ -13,7 +13,7 @@ from grpo_jax.engines.options import USUAL_ROWS
 def planned(config):
   sizes = run_options.sampler_sizes(typed(config))
   rows = sizes.pop("max_rows")
-  assert sizes.pop("has_filters") in (True, False)
+  assert sizes.pop("has_filters") in (True, False) and sizes.pop("cache_dtype") is None
   group, long_prompts = sizes.pop("group_size"), sizes.pop("long_prompts")
   of_groups = -(-rows // group)
   return sampler_sizes.planned(

@@ -18,6 +18,7 @@ from grpo_jax.engines import (
   sampler_weights,
   scheduling,
   sharing,
+  stored_keys,
 )
 from grpo_jax.engines.prompt_pages import Pool
 from grpo_jax.learn import sharding
@@ -177,6 +178,10 @@ def test_on_a_mesh_the_kernel_needs_all_rows_of_the_cache(monkeypatch):
   own, pages = (shape(16, K, 64, 64),) * 2, (shape(4, K, 64, 64),) * 2
   assert row_cache._kernel(shape(16, K, 3, 64), own, pages, options) is not None
   assert row_cache._kernel(shape(8, K, 3, 64), own, pages, options) is None
+  same = dataclasses.replace(options, cache_dtype="bfloat16")
+  assert row_cache._kernel(shape(16, K, 3, 64), own, pages, same) is not None
+  other = dataclasses.replace(options, cache_dtype="int8")
+  assert row_cache._kernel(shape(16, K, 3, 64), own, pages, other) is None
 
 
 @pytest.mark.parametrize("form", ["ring", "rows"])
@@ -189,6 +194,7 @@ def test_rows_that_move_are_the_same_on_a_mesh(mesh, form):
   moves[:3] = [(7, 0), (5, 6), (0, 3)]  # the last takes what the first has brought.
   rows = dataclasses.replace(rows, moves=moves, num_moves=np.int32(3))
   shape = (R, K, C, E) if form == "rows" else (2, R, K, C, E)
-  own = [(some(*shape), -some(*shape))]
+  stored = lambda x: stored_keys.stored(x, dataclasses.replace(options, cache_dtype="int8"))
+  own = [(some(*shape), -some(*shape)), (stored(some(*shape)), stored(-some(*shape)))]
   move = lambda options: jax.jit(lambda own: cache_forms.of(options).moved(own, rows, options))(own)
   jax.tree.map(np.testing.assert_array_equal, move(options), move(one_device))

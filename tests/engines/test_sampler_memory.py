@@ -33,12 +33,14 @@ SLIDING = dataclasses.replace(
 )
 
 
+@pytest.mark.parametrize("cache_dtype", [None, "int8"])
 @pytest.mark.parametrize("model", [MODEL, SLIDING], ids=["alike", "windows"])
-def test_caches_take_what_the_arrays_of_the_planned_sizes_take(model):
+def test_caches_take_what_the_arrays_of_the_planned_sizes_take(model, cache_dtype):
+  settings = {"cache_dtype": cache_dtype}
   part = lambda **devices: sampler_memory.SamplerPart(
-    model, Products("bfloat16"), LENGTHS, **devices
+    model, Products("bfloat16"), LENGTHS, **devices, **settings
   )
-  options = sampler_inputs.ProgramOptions(model, Products("bfloat16"), chunk=1)
+  options = sampler_inputs.ProgramOptions(model, Products("bfloat16"), chunk=1, **settings)
   sizes = sampler_sizes.planned(
     128,
     prompt_tokens=200,
@@ -57,6 +59,15 @@ def test_caches_take_what_the_arrays_of_the_planned_sizes_take(model):
   apart = part(rows=4)
   assert apart.of(128, whole_caches=True).caches < found.caches  # pages lie on every device.
   assert apart.of(127, whole_caches=True).caches > apart.of(128, whole_caches=True).caches
+
+
+def test_codes_leave_room_for_more_rows():
+  most = lambda **settings: sampler_memory.most_rows(part(**settings), 1024, 1 << 27)
+  own, codes = most(), most(cache_dtype="int8")
+  assert codes.count == 2 * own.count
+  # Of each 16 codes of a head there are 4 bytes of a scale; a program's float32 are as many.
+  one, other = (part(cache_dtype=name).of(64, whole_caches=True) for name in (None, "int8"))
+  assert other.caches * 32 == one.caches * 20
 
 
 @pytest.mark.parametrize("wanted", [5, 64, 500, 512])

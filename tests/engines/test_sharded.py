@@ -46,20 +46,27 @@ def test_split_experts_sample_the_tokens_of_one_device():
   assert_split_samples_as_whole(tiny.config("qwen2_moe", vocab_size=64), "rows", shape)
 
 
-def assert_split_samples_as_whole(model_config, form, shape):
+@pytest.mark.long
+def test_a_split_cache_of_codes_samples_the_tokens_of_one_device():
+  assert_split_samples_as_whole(
+    tiny.config(vocab_size=64), "rows", MESHES[0], atol=1e-3, cache_dtype="int8"
+  )
+
+
+def assert_split_samples_as_whole(model_config, form, shape, *, atol=1e-5, **settings):
   tree = tiny.params(model_config)
   mesh = sharding.make_mesh(**shape)
   placement = sharding.param_shardings(transformer.logical_axes(model_config), mesh, shapes=tree)
   with assumed_chip(tiny.CHIPS[form]):
-    split = JaxSampler(model_config, max_rows=8, chunk_tokens=4)
+    split = JaxSampler(model_config, max_rows=8, chunk_tokens=4, **settings)
   split.load_weights(jax.device_put(tree, placement), version=1)
-  whole = JaxSampler(model_config, max_rows=8, chunk_tokens=4)
+  whole = JaxSampler(model_config, max_rows=8, chunk_tokens=4, **settings)
   whole.load_weights(tree, version=1)
   requests = tiny.groups([[1, 2, 3], [5, 6, 7, 8]], 4, max_tokens=70)
   wanted, got = tiny.run(whole, requests), tiny.run(split, requests)
   for name, generation in wanted.items():
     assert got[name].token_ids.tolist() == generation.token_ids.tolist()
-    np.testing.assert_allclose(got[name].logprobs, generation.logprobs, atol=1e-5)
+    np.testing.assert_allclose(got[name].logprobs, generation.logprobs, atol=atol)
 
 
 WIDE = {"hidden_size": 80, "intermediate_size": 208, "num_heads": 8, "head_dim": 10}
