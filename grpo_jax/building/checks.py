@@ -179,7 +179,7 @@ def check_split(mesh: Mesh, model: loading.ModelFacts) -> None:
       `mesh.expert` the experts.
   """
   sizes = model.config
-  tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
+  tensor = mesh.shape["tensor"]
   _check_experts(mesh, model)
   width = sizes.intermediate_size if sizes.mixture is None else sizes.mixture.width
   for what, length in (("attention heads", sizes.num_heads), ("mlp", width)):
@@ -191,10 +191,11 @@ def check_split(mesh: Mesh, model: loading.ModelFacts) -> None:
   axes, shapes = transformer.logical_axes(sizes), leaves.tree(sizes)
   whole = sharding.unsplit(axes, mesh, shapes=shapes)
   if "fsdp" in whole:
+    among = [axis for axis in ("fsdp", "context") if mesh.shape.get(axis, 1) > 1]
     _log.warning(
-      "mesh.fsdp=%d does not divide the model's width of %d: every device holds all weights and"
-      " optimizer state",
-      *(fsdp, sizes.hidden_size),
+      "%s does not divide the model's width of %d: every device holds all weights and optimizer"
+      " state",
+      *(" × ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in among), sizes.hidden_size),
     )
   if "vocab" in whole.get("tensor", {}):
     _log.warning(

@@ -8,6 +8,7 @@ memory of all.
 import contextlib
 import dataclasses
 import logging
+import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -341,7 +342,7 @@ def _with_sampler(config: Config, full: Any, mesh: Mesh, held: Arrays) -> Arrays
 
 def _split(mesh: Any) -> int:
   """Returns the number of parts of the weights on a mesh."""
-  return mesh.shape["fsdp"] * mesh.shape["tensor"]
+  return math.prod(mesh.shape.get(axis, 1) for axis in ("fsdp", "context", "tensor"))
 
 
 def _bytes_as(itemsize: int, tree: Any) -> int:

@@ -14,7 +14,16 @@ from grpo_kernels.linear_logprobs.sharded import Partition
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.learn.device_mesh import make_mesh, mesh_sizes
-from grpo_jax.models.placement import AXES, CONTEXT, RULES, MeshPlacement, row_axes, whole_row_axes
+from grpo_jax.models.placement import (
+  AXES,
+  CONTEXT,
+  RULES,
+  MeshPlacement,
+  parts_of,
+  row_axes,
+  rule,
+  whole_row_axes,
+)
 from grpo_jax.processes import arrays
 
 __all__ = [
@@ -44,7 +53,7 @@ def unsplit(logical_axes: Any, mesh: Mesh, *, shapes: Any) -> dict[str, dict[str
     shapes: Shapes of the parameters, as in `param_shardings`.
 
   Returns:
-    The lengths, by mesh axis and logical axis.
+    The lengths, by the first mesh axis of the rule and by logical axis.
   """
   found: dict[str, dict[str, int]] = {}
   is_names = lambda node: isinstance(node, tuple)
@@ -52,9 +61,8 @@ def unsplit(logical_axes: Any, mesh: Mesh, *, shapes: Any) -> dict[str, dict[str
     jax.tree.leaves(logical_axes, is_leaf=is_names), jax.tree.leaves(shapes), strict=True
   ):
     for name, length in zip(names, like.shape, strict=True):
-      axis = RULES.get(name)
-      if axis is not None and length % mesh.shape.get(axis, 1):
-        found.setdefault(axis, {})[name] = length
+      if length % parts_of(mesh, rule(mesh, name)):
+        found.setdefault(RULES[name][0], {})[name] = length
   return found
 
 
@@ -135,12 +143,12 @@ def head_partition(mesh: Mesh) -> Partition | None:
   """
   if mesh.size == 1:
     return None
-  vocab_axis = RULES["vocab"]
+  (vocab_axis,) = RULES["vocab"]
   return Partition(
     mesh,
     vocab_axis=vocab_axis if mesh.shape[vocab_axis] > 1 else None,
     token_axes=tuple(axis for axis in row_axes(mesh) if mesh.shape[axis] > 1),
-    width_axis=RULES["embed"] if mesh.shape[RULES["embed"]] > 1 else None,
+    width_axis=rule(mesh, "embed"),
   )
 
 

@@ -5,7 +5,8 @@ optimizer's state with them (ZeRO-3); "tensor" splits heads, feed-forward and vo
 move to the activations, not the reverse: a layer's weights are gathered over "fsdp" for
 each use, and the sums of their gradients are scattered over it. Two more are in a mesh only if a
 run asks for them: "expert" splits rows, and the experts of mixtures (`expert_dispatch`); "context"
-splits the places of each row, and its parts count as rows (`grpo_kernels.row_parts`).
+splits the places of each row, and its parts count as rows (`grpo_kernels.row_parts`). It splits
+weights with "fsdp": what moves is as much as the sum of gradients that copies would need.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 
 import jax
 from grpo_kernels.attention import Partition
+from grpo_kernels.collectives import Axes
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -25,13 +27,13 @@ ROWS = (*WHOLE_ROWS, CONTEXT)  # and those of activations, of which parts of a r
 
 # Logical axis of a parameter (models/leaves.py) → mesh axis. An axis that is not listed, or whose
 # length the mesh axis does not divide, is whole on every device.
-RULES: dict[str, str] = {
-  "vocab": "tensor",
-  "heads": "tensor",
-  "kv_heads": "tensor",
-  "mlp": "tensor",
-  "embed": "fsdp",
-  "expert": EXPERT,
+RULES: dict[str, tuple[str, ...]] = {
+  "vocab": ("tensor",),
+  "heads": ("tensor",),
+  "kv_heads": ("tensor",),
+  "mlp": ("tensor",),
+  "embed": ("fsdp", CONTEXT),
+  "expert": (EXPERT,),
 }
 
 # Logical axis of an activation → mesh axes, in the update, the scorer and a prefill. Axes that are
@@ -74,11 +76,11 @@ class MeshPlacement:
     """
     if len(axes) != len(shape):
       raise ValueError(f"logical axes {axes} do not name the axes of a parameter of shape {shape}")
-    spec: list[str | None] = []
+    spec: list[Axes | None] = []
     for name, length in zip(axes, shape, strict=True):
-      axis = RULES.get(name) if name is not None else None
-      parts = 1 if axis is None else self.mesh.shape.get(axis, 1)
-      spec.append(axis if parts > 1 and axis not in spec and length % parts == 0 else None)
+      own = rule(self.mesh, name)
+      fits = length % parts_of(self.mesh, own) == 0
+      spec.append(own if fits and own not in spec else None)
     return PartitionSpec(*spec)
 
   def activation(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
@@ -112,6 +114,18 @@ class MeshPlacement:
 
   def _constrained(self, x: Array, spec: PartitionSpec) -> Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+
+def rule(mesh: Mesh, name: str | None) -> Axes | None:
+  """Returns the axes of a mesh that split a logical axis of parameters, by `RULES`."""
+  found = tuple(axis for axis in RULES.get(name or "", ()) if mesh.shape.get(axis, 1) > 1)
+  return found if len(found) > 1 else next(iter(found), None)
+
+
+def parts_of(mesh: Mesh, axes: Axes | None) -> int:
+  """Returns the number of parts into which axes of a mesh split."""
+  names = (axes,) if isinstance(axes, str) else axes or ()
+  return math.prod(mesh.shape[axis] for axis in names)
 
 
 def row_axes(mesh: Mesh) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from grpo_kernels import collectives, rounding, wanted
+from grpo_kernels.collectives import Axes
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -31,13 +32,13 @@ class _Weight:
 
   Attributes:
     spec: Mesh axes that split its dimensions.
-    gathered: Mesh axis over which it is gathered for a product, and the dimension; or None.
+    gathered: Mesh axes over which it is gathered for a product, and the dimension; or None.
     inner: Mesh axis that splits the summed dimension, also in a product; or None.
     outer: Mesh axis that splits the result's last dimension, also in a product; or None.
   """
 
-  spec: tuple[str | None, str | None]
-  gathered: tuple[str, int] | None
+  spec: tuple[Axes | None, Axes | None]
+  gathered: tuple[Axes, int] | None
   inner: str | None
   outer: str | None
 
@@ -143,8 +144,10 @@ def _static(
 def _weight(placement: MeshPlacement, shape: Sequence[int], axes: Sequence[str | None]) -> _Weight:
   """Returns a kernel's partition: gathers over mesh axes that split rows, not over other axes."""
   spec = placement.weight(axes, shape)
-  gathered = next(((axis, dim) for dim, axis in enumerate(spec) if axis in ROWS), None)
-  inner, outer = (None if axis in ROWS else axis for axis in spec)
+  splits_rows = lambda axes: not isinstance(axes, str) or axes in ROWS
+  of_rows = [(axes, dim) for dim, axes in enumerate(spec) if axes and splits_rows(axes)]
+  gathered = of_rows[0] if of_rows else None
+  inner, outer = (None if axes is None or splits_rows(axes) else axes for axes in spec)
   return _Weight((spec[0], spec[1]), gathered, inner, outer)
 
 

@@ -153,11 +153,14 @@ def _activations(plan: Plan, worst: Need) -> Iterator[Remedy]:
   if fitting is not None and fitting.places < each:
     saved = worst.peak - fitting.peak
     yield Remedy(
-      f"batching.microbatch_tokens={fitting.places}", "smaller microbatches, compiled: fits", saved
+      f"batching.microbatch_tokens={fitting.places // plan.parts}",
+      "smaller microbatches, compiled: fits",
+      saved,
     )
   elif fitting is None and plan.microbatch is None and each > shape.row_tokens:
     yield Remedy(
-      f"batching.microbatch_tokens={max(each // 2, shape.row_tokens)}", "smaller microbatches"
+      f"batching.microbatch_tokens={max(each // 2, shape.row_tokens) // plan.parts}",
+      "smaller microbatches",
     )
   if worst.program == "update":
     yield from _recomputation(plan)

@@ -93,8 +93,13 @@ class Plan:
 
   @property
   def replicas(self) -> int:
-    """Number of devices over which rows are split."""
+    """Number of groups of devices over which rows are split."""
     return sharding.replicas(self.run.mesh)
+
+  @property
+  def parts(self) -> int:
+    """Number of devices over which the places of a row are divided."""
+    return sharding.row_parts(self.run.mesh)
 
 
 Compile = Callable[[CompileJob], Compiled]

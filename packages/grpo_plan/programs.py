@@ -82,7 +82,8 @@ class PlannedRun:
     """
     if self.sampler_mesh is None or self.sampler_mesh.size in (1, self.mesh.size):
       return False
-    parts = lambda mesh: math.prod(mesh.shape.get(axis, 1) for axis in ("fsdp", "expert", "tensor"))
+    axes = ("fsdp", "expert", "context", "tensor")
+    parts = lambda mesh: math.prod(mesh.shape.get(axis, 1) for axis in axes)
     return parts(self.mesh) > 1 and parts(self.sampler_mesh) == 1
 
   @property

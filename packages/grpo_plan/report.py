@@ -36,7 +36,8 @@ def _head(plan: Plan, source: str) -> Iterator[str]:
   yield f"model: {parameters(plan) / 1e6:,.1f} million parameters; sizes from {source}"
   rows = shape.rows // plan.replicas
   yield (
-    f"microbatch: {rows} rows of {shape.row_tokens} tokens on each of {plan.replicas} replicas;"
+    f"microbatch: {rows} rows of {shape.row_tokens} tokens on each of {plan.replicas} replicas"
+    f"{f' of {plan.parts} devices' if plan.parts > 1 else ''};"
     f" products in {run.config.model.compute_dtype}, remat {run.config.model.remat}"
   )
   engine = run.config.engine.name

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grpo_kernels import collectives
 from jax.sharding import PartitionSpec
 
 from grpo_jax.learn import optim, sharding
@@ -31,6 +32,21 @@ def test_make_mesh_fills_in_the_rest(given, expected):
   assert mesh.axis_names == ("data", "fsdp", "tensor")
   assert mesh.devices.shape == expected
   assert sharding.replicas(mesh) == expected[0] * expected[1]
+
+
+def test_context_splits_weights_with_fsdp_and_rows_with_neither():
+  mesh = sharding.make_mesh(data=1, fsdp=2, context=2, tensor=2)
+  assert sharding.replicas(mesh) == 2 and sharding.row_parts(mesh) == 2
+  like = {"q": np.zeros((8, 6)), "odd": np.zeros((6, 6))}
+  axes = dict.fromkeys(like, ("embed", "heads"))
+  found = sharding.param_shardings(axes, mesh, shapes=like)
+  assert found["q"].spec == PartitionSpec(("fsdp", "context"), "tensor")
+  assert found["odd"].spec == PartitionSpec(None, "tensor")
+  assert sharding.unsplit(axes, mesh, shapes=like) == {"fsdp": {"embed": 6}}
+  rows = sharding.put({"x": np.zeros((4, 8))}, mesh)["x"]
+  assert {shard.data.shape for shard in rows.addressable_shards} == {(2, 8)}
+  with pytest.raises(ValueError, match=r"sum over \('fsdp',\) cannot be split over .*context"):
+    collectives.summed(rows, ("fsdp",), into=("fsdp", "context"), dim=0)
 
 
 @pytest.mark.parametrize(

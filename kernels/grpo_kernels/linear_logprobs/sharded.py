@@ -34,14 +34,14 @@ class Partition:
     mesh: Mesh over which the operation runs; devices along other axes do the same work.
     vocab_axis: Axis that splits the vocabulary; None: every device has the whole head.
     token_axes: Axes that split the tokens.
-    width_axis: Axis that splits the width of the stored head; None, or if it does not divide the
-      width: not split.
+    width_axis: Axis that splits the width of the stored head, or axes that do so together; None,
+      or if they do not divide the width: not split.
   """
 
   mesh: Mesh
   vocab_axis: str | None = None
   token_axes: tuple[str, ...] = ()
-  width_axis: str | None = None
+  width_axis: collectives.Axes | None = None
 
   @property
   def vocab_parts(self) -> int:
@@ -51,10 +51,12 @@ class Partition:
   def token_parts(self) -> int:
     return math.prod(self.mesh.shape[axis] for axis in self.token_axes)
 
-  def splits_width(self, width: int) -> str | None:
-    """Returns the axis that splits the width of a stored head, if any."""
-    axis = self.width_axis
-    return None if axis is None or width % self.mesh.shape[axis] else axis
+  def splits_width(self, width: int) -> collectives.Axes | None:
+    """Returns the axis, or axes, that split the width of a stored head, if any."""
+    axes = self.width_axis
+    names = (axes,) if isinstance(axes, str) else axes or ()
+    parts = math.prod(self.mesh.shape[axis] for axis in names)
+    return None if width % parts else axes
 
 
 def linear_logprobs(
@@ -220,7 +222,7 @@ class HeadParts:
 
   partition: Partition
   settings: Settings
-  width_axis: str | None
+  width_axis: collectives.Axes | None
 
   @classmethod
   def of(cls, p: Partition, settings: Settings, head: Array) -> "HeadParts":
