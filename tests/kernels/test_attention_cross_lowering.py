@@ -78,6 +78,27 @@ def test_kernels_lower_with_a_window(platform):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("window", [None, 500])
+@pytest.mark.parametrize("platform", ["tpu"])
+def test_kernels_lower_for_an_eighth_of_a_row(platform, window):
+  """The queries of 4096 places of 32768, and all keys."""
+  implementation, custom_call, count = KERNELS[platform]
+  _, k, v, *numbers = structs("Llama-3-8B", 32768)
+  q, *_, of_queries = structs("Llama-3-8B", 4096)
+
+  def loss(q, k, v, of_queries, order, segment_ids, positions):
+    seen = visible.visible(segment_ids, positions=positions, window=window)
+    seen = seen._replace(places=visible.Places(of_queries, order))
+    if window is not None:
+      seen = seen._replace(positions=of_queries)
+    return jnp.sum(core.attend(implementation, BFLOAT16, q, k, v, seen)[0] ** 2)
+
+  gradients = jax.value_and_grad(loss, argnums=(0, 1, 2))
+  text = lowered(gradients, (q, k, v, of_queries, *numbers), platform)
+  assert text.count(custom_call) == count
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("platform", list(KERNELS))
 def test_layers_that_are_written_out_lower_the_kernel_once(platform):
   implementation, custom_call, _ = KERNELS[platform]

@@ -213,6 +213,39 @@ def test_fault_is_seen(fault):
     check_forward(with_fault(fault))
 
 
+@pytest.mark.long
+def test_parts_of_rows_see_what_their_places_see():
+  """Queries of two chunks of a row, which are as long as tiles, and all its keys."""
+  rows = stacked(tree(0, 512), conformance.packed((40, 100), (300, 9), length=512))
+  *qkv, g = conformance.inputs(rows, heads=4, kv_heads=2, width=64)
+  chunks = np.arange(512, dtype=np.int32).reshape(4, -1)
+  order = np.stack(
+    [chunks[np.asarray(of_row)].reshape(-1) for of_row in ((3, 0, 1, 2), (1, 2, 0, 3))]
+  )
+  segments, branches, positions = map(jnp.asarray, rows)
+  seen = visible.visible(segments, branches, positions=positions, window=70)
+  in_order = lambda x: jnp.take_along_axis(x, order.reshape(*order.shape, *[1] * (x.ndim - 2)), 1)
+  half = 256
+  places = visible.Places(jnp.asarray(order[:, :half]), jnp.asarray(order))
+  seen = visible.Visible(*map(in_order, seen[:3]), places=places)
+  seen = seen._replace(positions=seen.positions[:, :half])
+  q, k, v, g = map(in_order, (*qkv, g))
+
+  @functools.partial(jax.jit, static_argnums=(0, 1))
+  def both(implementation, interpret, q, k, v, g):
+    settings = Settings(core.Plain(jnp.float32), interpret)
+    attend = lambda *qkv: core.attend(implementation, settings, *qkv, seen)
+    out, pull, log_sum = jax.vjp(attend, q, k, v, has_aux=True)
+    return out, log_sum, *pull(g)
+
+  given = q[:, :half], k, v, g[:, :half]
+  for mine, right in zip(both(SMALL, True, *given), both(reference, False, *given), strict=True):
+    np.testing.assert_allclose(mine, right, atol=1e-5)
+  live, _ = visible.live_tiles(seen, 128, 128)
+  assert live.shape == (2, 2, 4) and 0 < live.sum() < 9
+  np.testing.assert_array_equal(live, visible.mask(seen).reshape(2, 2, 128, 4, 128).any((2, 4)))
+
+
 # --- lists of tiles, limits and the choice ---
 
 

@@ -135,13 +135,15 @@ def test_a_mesh_changes_nothing(sizes, heads, kv_heads):
     np.testing.assert_allclose(mine, right, atol=2e-6)
 
 
-def test_whole_rows_are_needed_by_kernels_that_do_not_know_of_parts():
-  chip = choice.Chip("tpu", "TPU v5e")
+def test_kernels_that_take_whole_rows_only_are_refused():
+  chip = choice.Chip("gpu", "NVIDIA H100 80GB HBM3", "9.0")
   settings = {"dtype": "bfloat16", "width": 128}
-  with pytest.raises(NotImplementedError, match=r"'pallas_tpu' takes whole rows.*xla_blocked"):
-    choice.pick("pallas_tpu", chip, **settings, in_parts=True)
+  with pytest.raises(NotImplementedError, match=r"'mosaic_gpu' takes whole rows.*xla_blocked"):
+    choice.pick("mosaic_gpu", chip, **settings, in_parts=True)
   name, reason = choice.default(chip, **settings, in_parts=True)
   assert name == "xla_blocked" and "takes whole rows" in reason
+  tpu = choice.Chip("tpu", "TPU v5e")
+  assert choice.default(tpu, **settings, in_parts=True) == ("pallas_tpu", "")
   with pytest.raises(ValueError, match="need a partition with a place_axis"):
     Attention().dealt(visible.visible(jnp.ones((1, 8), jnp.int32)), orders())
 

@@ -29,9 +29,9 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 
 # Those that take rows dealt out in parts, in which queries are not in the order of their keys.
-OF_PARTS = ("reference", "xla_blocked")
+OF_PARTS = ("reference", "xla_blocked", "pallas_tpu")
 _NOT_OF_PARTS = (
-  f"takes whole rows, and these are divided over devices, as {' and '.join(OF_PARTS)} take them"
+  f"takes whole rows, and these are divided over devices, as {', '.join(OF_PARTS)} take them"
 )
 
 # Platform → the kernel that is used there if it fits; otherwise xla_blocked is.

@@ -22,7 +22,8 @@ queries in bfloat16 and 1 in float32, at most 0.7 GB of about 11. Heads of 64 ta
 there.
 
 Rows of any T; what tiles do not divide is filled up by copies. `pallas_tpu_tiles` says how tiles
-are chosen, and up to which T their list fits.
+are chosen, and up to which T their list fits. Where rows are dealt out in parts, the queries of a
+part have lists of their own, and masks read the places of queries and keys.
 
 Never run on a TPU. Compiled by libtpu 0.0.48.1 and jax 0.11.2 for chips described to it, with
 `jax.jit(jax.value_and_grad(...)).lower(...).compile()` of `core.attend`, 2026-11-28; 16384 tokens
@@ -47,9 +48,9 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from grpo_kernels.attention import core, visible
 from grpo_kernels.attention import pallas_tpu_kernels as kernels
 from grpo_kernels.attention import pallas_tpu_tiles as tiling
+from grpo_kernels.attention import visible
 from grpo_kernels.attention.core import Settings
 from grpo_kernels.attention.pallas_tpu_kernels import Rows
 from grpo_kernels.attention.pallas_tpu_tiles import Lists, Tiles
@@ -70,9 +71,11 @@ class PallasTpu:
       ValueError: The list of tiles does not fit in SMEM.
     """
     del width
-    rows, length = seen.until.shape
-    size = self._tiles(rows, length).size
-    return tiling.lists(visible.padded(seen, tiling.round_up(length, size)), size)
+    rows, keys = seen.until.shape
+    queries = keys if seen.places is None else seen.places.queries.shape[1]
+    size = self._tiles(rows, queries, keys).size
+    whole = tiling.round_up(keys, size), tiling.round_up(queries, size)
+    return tiling.lists(visible.padded(seen, *whole), size)
 
   def forward(
     self,
@@ -88,7 +91,7 @@ class PallasTpu:
       ValueError: The query heads of a key/value head do not fit in VMEM.
     """
     length, tiles = q.shape[1], self._checked_tiles(q, k)
-    seen, q, k, v = core.padded(tiling.round_up(length, tiles.size), seen, q, k, v)
+    seen, (q,), (k, v) = _padded(tiles.size, seen, [q], [k, v])
     lists: Lists = seen.tiles
     heads = (_by_kv_head(q, k.shape[2]), _heads_first(k), _heads_first(v))
     out, log_sum = kernels.forward(settings, tiles, lists.by_queries, _rows(seen), *heads)
@@ -111,9 +114,9 @@ class PallasTpu:
     Raises:
       ValueError: The query heads of a key/value head do not fit in VMEM.
     """
-    length, kv_heads, tiles = q.shape[1], k.shape[2], self._checked_tiles(q, k)
-    whole = tiling.round_up(length, tiles.size)
-    seen, q, k, v, g = core.padded(whole, seen, q, k, v, g)
+    (length, of_keys), tiles = (q.shape[1], k.shape[1]), self._checked_tiles(q, k)
+    kv_heads, whole = k.shape[2], tiling.round_up(length, tiles.size)
+    seen, (q, g), (k, v) = _padded(tiles.size, seen, [q, g], [k, v])
     lists: Lists = seen.tiles
     numbers = tuple(
       jnp.pad(x, ((0, 0), (0, 0), (0, whole - length))).reshape(x.shape[0], kv_heads, -1, whole)
@@ -124,26 +127,43 @@ class PallasTpu:
     dq = kernels.backward_of_queries(settings, tiles, lists.by_queries, *given)
     dk, dv = kernels.backward_of_keys(settings, tiles, lists.by_keys, *given)
     dq, dk, dv = _by_token(dq), _heads_first(dk), _heads_first(dv)
-    return dq[:, :length], dk[:, :length], dv[:, :length]
+    return dq[:, :length], dk[:, :of_keys], dv[:, :of_keys]
 
-  def _tiles(self, rows: int, length: int) -> Tiles:
+  def _tiles(self, rows: int, queries: int, keys: int) -> Tiles:
     """Returns the tiles to use for packed rows."""
-    return self.tiles or tiling.choose_tiles(self.device_kind, rows, length)
+    return self.tiles or tiling.choose_tiles(self.device_kind, rows, keys, queries)
 
   def _checked_tiles(self, q: Array, k: Array) -> Tiles:
     """Returns the tiles to use for these arrays, with which the kernels fit in VMEM."""
     rows, length, heads, width = q.shape
-    tiles = self._tiles(rows, length)
+    tiles = self._tiles(rows, length, k.shape[1])
     tiling.check_vmem(tiles, heads // k.shape[2], width, q.dtype.itemsize)
     return tiles
 
 
 def _rows(seen: Visible) -> Rows:
   """Returns what the kernels read about packed rows."""
-  if seen.limit is None:
-    return Rows(seen.until[:, None], None)
-  assert seen.positions is not None, "a window needs positions"
-  return Rows(jnp.stack([seen.until, seen.limit], axis=1), seen.positions[:, None])
+  of_queries, of_keys = ([], []) if seen.places is None else ([x] for x in seen.places)
+  of_keys.append(seen.until)
+  if seen.limit is not None:
+    assert seen.positions is not None, "a window needs positions"
+    of_queries.append(seen.positions)
+    of_keys.append(seen.limit)
+  stacked = lambda facts: jnp.stack(facts, axis=1) if facts else None
+  return Rows(jnp.stack(of_keys, axis=1), stacked(of_queries), seen.places is not None)
+
+
+def _padded(
+  size: int, seen: Visible, queries: list[Array], keys: list[Array]
+) -> tuple[Visible, list[Array], list[Array]]:
+  """Returns the visibility and arrays [B T ...] with padding on the right, up to whole tiles."""
+
+  def pad(x: Array) -> Array:
+    missing = tiling.round_up(x.shape[1], size) - x.shape[1]
+    return jnp.pad(x, ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2)) if missing else x
+
+  queries, keys = [*map(pad, queries)], [*map(pad, keys)]
+  return visible.padded(seen, keys[0].shape[1], queries[0].shape[1]), queries, keys
 
 
 def _by_kv_head(x: Float[Array, "B T H E"], kv_heads: int) -> Float[Array, "B K R T E"]:

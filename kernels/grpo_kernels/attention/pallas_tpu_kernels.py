@@ -31,15 +31,19 @@ LOG2_E, LN_2 = float(np.log2(np.e)), float(np.log(2.0))
 
 
 class Rows(NamedTuple):
-  """What the kernels read about packed rows, whose T the size of the tiles divides.
+  """What the kernels read about packed rows, whose T and S the size of the tiles divides.
 
   Attributes:
-    of_keys: `Visible.until`; with a window `Visible.limit` too.
-    positions: `Visible.positions`; None without a window.
+    of_keys: `Visible.until`; with a window `Visible.limit` too. Before them, the places of keys if
+      they are not in order.
+    of_queries: Places of queries if they are not in order, and `Visible.positions` with a window;
+      None if there is neither.
+    has_places: Whether there are places.
   """
 
-  of_keys: Int[Array, "B facts T"]
-  positions: Int[Array, "B 1 T"] | None
+  of_keys: Int[Array, "B facts S"]
+  of_queries: Int[Array, "B facts T"] | None
+  has_places: bool
 
 
 # --- forward ---
@@ -51,12 +55,12 @@ def forward(
   walk: Walk,
   rows: Rows,
   q: Float[Array, "B K R T E"],
-  k: Float[Array, "B K T E"],
-  v: Float[Array, "B K T E"],
+  k: Float[Array, "B K S E"],
+  v: Float[Array, "B K S E"],
 ) -> tuple[Float[Array, "B K R T E"], Float[Array, "B K R T"]]:
   """Returns the output, in the dtype of q, and the log-sum-exp; `walk` goes by queries."""
-  repeats, length, width = q.shape[2:]
-  call = _Call.of(settings, tiles, walk, rows, length)
+  repeats, _, width = q.shape[2:]
+  call = _Call.of(settings, tiles, walk, rows, q, k)
   column = pltpu.VMEM((repeats, tiles.size, LANES), jnp.float32)
   mixed = pltpu.VMEM((repeats, tiles.size, width), jnp.float32)
   log_sum = jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32)
@@ -116,15 +120,15 @@ def backward_of_queries(
   walk: Walk,
   rows: Rows,
   q: Float[Array, "B K R T E"],
-  k: Float[Array, "B K T E"],
-  v: Float[Array, "B K T E"],
+  k: Float[Array, "B K S E"],
+  v: Float[Array, "B K S E"],
   g: Float[Array, "B K R T E"],
   log_sum: Float[Array, "B K R T"],
   delta: Float[Array, "B K R T"],
 ) -> Float[Array, "B K R T E"]:
   """Returns dQ in the dtype of q; `walk` goes by queries."""
-  repeats, length, width = q.shape[2:]
-  call = _Call.of(settings, tiles, walk, rows, length)
+  repeats, _, width = q.shape[2:]
+  call = _Call.of(settings, tiles, walk, rows, q, k)
   column = pltpu.VMEM((repeats, tiles.size, LANES), jnp.float32)
   (dq,) = call(
     _queries_kernel,
@@ -180,14 +184,14 @@ def backward_of_keys(
   walk: Walk,
   rows: Rows,
   q: Float[Array, "B K R T E"],
-  k: Float[Array, "B K T E"],
-  v: Float[Array, "B K T E"],
+  k: Float[Array, "B K S E"],
+  v: Float[Array, "B K S E"],
   g: Float[Array, "B K R T E"],
   log_sum: Float[Array, "B K R T"],
   delta: Float[Array, "B K R T"],
-) -> tuple[Float[Array, "B K T E"], Float[Array, "B K T E"]]:
+) -> tuple[Float[Array, "B K S E"], Float[Array, "B K S E"]]:
   """Returns dK and dV in the dtype of k; `walk` goes by keys."""
-  call = _Call.of(settings, tiles, walk, rows, q.shape[3])
+  call = _Call.of(settings, tiles, walk, rows, q, k)
   of_keys = pltpu.VMEM((tiles.size, k.shape[-1]), jnp.float32)
   return call(
     _keys_kernel,
@@ -281,8 +285,11 @@ class _Call(NamedTuple):
   bits: int  # of the number of a tile in an entry.
 
   @classmethod
-  def of(cls, settings: Settings, tiles: Tiles, walk: Walk, rows: Rows, length: int) -> "_Call":
-    return cls(settings, tiles, walk, rows, tiling.field_bits(length // tiles.size))
+  def of(
+    cls, settings: Settings, tiles: Tiles, walk: Walk, rows: Rows, q: Array, k: Array
+  ) -> "_Call":
+    longest = max(q.shape[3], k.shape[2])
+    return cls(settings, tiles, walk, rows, tiling.field_bits(longest // tiles.size))
 
   def __call__(self, kernel, name, *, inputs, outputs, scratch, keys_are_lanes: bool) -> Any:
     """Runs a kernel; returns its results.
@@ -295,18 +302,20 @@ class _Call(NamedTuple):
       scratch: Memory that the programs of a key/value head share.
       keys_are_lanes: Whether scores are [queries keys]; False: [keys queries].
     """
-    of_keys, positions = self.rows
+    of_keys, of_queries, has_places = self.rows
     about = [(of_keys, self._facts(of_keys, of_queries=False))]
-    if positions is not None:
-      about.append((positions, self._facts(positions, of_queries=True)))
+    if of_queries is not None:
+      about.append((of_queries, self._facts(of_queries, of_queries=True)))
     arrays, blocks = zip(*about, *inputs, strict=True)
     results, result_blocks = zip(*outputs, strict=True)
-    down, own = positions if keys_are_lanes else of_keys, []
+    down, own = of_queries if keys_are_lanes else of_keys, []
     if down is not None:
       own.append(pltpu.VMEM((down.shape[1], self.tiles.size, LANES), jnp.int32))
     own.append(pltpu.VMEM((self.tiles.size, self.tiles.size), jnp.float32))
     return pl.pallas_call(
-      functools.partial(_program, kernel, self.bits, positions is not None, keys_are_lanes),
+      functools.partial(
+        _program, kernel, self.bits, of_queries is not None, has_places, keys_are_lanes
+      ),
       out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
       grid_spec=pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
@@ -361,22 +370,25 @@ class _Call(NamedTuple):
     return pl.BlockSpec(shape, place)
 
 
-def _program(kernel, bits, has_window, keys_are_lanes, entries_ref, of_keys_ref, *refs) -> None:
+def _program(
+  kernel, bits, has_queries, has_places, keys_are_lanes, entries_ref, of_keys_ref, *refs
+) -> None:
   """Runs a kernel on one tile.
 
   Args:
     kernel: Kernel of `_Call`.
     bits: Bits of the number of a tile in an entry.
-    has_window: Whether there are positions and limits.
+    has_queries: Whether there are `Rows.of_queries`.
+    has_places: Whether places are read; otherwise they are those of the tile.
     keys_are_lanes: Whether scores are [queries keys]; False: [keys queries].
     entries_ref: Reference to the list of tiles.
     of_keys_ref: Reference to `Rows.of_keys` of the tile.
-    refs: References to `Rows.positions` with a window, what the kernel takes, columns of what is
-      needed down a column, and the bias.
+    refs: References to `Rows.of_queries` if there are any, what the kernel takes, columns of what
+      is needed down a column, and the bias.
   """
   *refs, bias_ref = refs
-  positions_ref = refs.pop(0) if has_window else None
-  down_ref = positions_ref if keys_are_lanes else of_keys_ref
+  of_queries_ref = refs.pop(0) if has_queries else None
+  down_ref = of_queries_ref if keys_are_lanes else of_keys_ref
   columns_ref: Any = None if down_ref is None else refs.pop()
   _, query, key, flags = tiling.unpacked(entries_ref[pl.program_id(1)], bits)
   size = bias_ref.shape[0]
@@ -403,11 +415,16 @@ def _program(kernel, bits, has_window, keys_are_lanes, entries_ref, of_keys_ref,
   @tile.when(PARTIAL)
   def _():
     at = lambda tile, axis: tile * size + jax.lax.broadcasted_iota(jnp.int32, (size, size), axis)
-    queries, keys = at(query, 1 - keys_are_lanes), at(key, int(keys_are_lanes))
-    until, *limit = facts(of_keys_ref)
+    of_keys = facts(of_keys_ref)
+    of_queries = facts(of_queries_ref) if has_queries else []
+    if has_places:
+      queries, keys = of_queries.pop(0), of_keys.pop(0)
+    else:
+      queries, keys = at(query, 1 - keys_are_lanes), at(key, int(keys_are_lanes))
+    until, *limit = of_keys
     allowed = (keys <= queries) & (queries < until)
-    if has_window:
-      allowed &= facts(positions_ref)[0] < limit[0]
+    if limit:
+      allowed &= of_queries[0] < limit[0]
     bias_ref[...] = jnp.where(allowed, 0.0, ABSENT)
 
   kernel(tile, bias_ref, *refs)

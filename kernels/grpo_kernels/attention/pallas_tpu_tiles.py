@@ -68,7 +68,9 @@ class Lists(NamedTuple):
   by_keys: Walk
 
 
-def choose_tiles(device_kind: str | None, rows: int, length: int) -> Tiles:
+def choose_tiles(
+  device_kind: str | None, rows: int, length: int, queries: int | None = None
+) -> Tiles:
   """Returns the tiles for packed rows.
 
   Args:
@@ -76,12 +78,13 @@ def choose_tiles(device_kind: str | None, rows: int, length: int) -> Tiles:
       computes. Kinds that are not in `VMEM_LIMITS` get `MODEST_VMEM`.
     rows: Number of rows B.
     length: Number of tokens T of a row.
+    queries: Number of them that are queries, in a part of a row; None: all.
 
   Raises:
     ValueError: The list of tiles does not fit in SMEM.
   """
-  size = min(SIZE, round_up(length, LANES))
-  if entries_of(rows, length, size) > MOST_ENTRIES:
+  size = min(SIZE, round_up(length if queries is None else queries, LANES))
+  if entries_of(rows, length, size, queries) > MOST_ENTRIES:
     raise ValueError(
       f"pallas_tpu keeps a list of tiles in SMEM: that of {rows} rows of {length} tokens has more"
       f" than {MOST_ENTRIES} entries"
@@ -90,36 +93,62 @@ def choose_tiles(device_kind: str | None, rows: int, length: int) -> Tiles:
   return Tiles(size, VMEM_LIMITS.get(kind, MODEST_VMEM))
 
 
-def entries_of(rows: int, length: int, size: int) -> int:
-  """Returns how many tiles may be live, if all rows were one causal sequence each."""
+def entries_of(rows: int, length: int, size: int, queries: int | None = None) -> int:
+  """Returns how many tiles may be live, if all rows were one causal sequence each.
+
+  Args:
+    rows: Number of rows B.
+    length: Number of tokens T of a row.
+    size: Size of a tile.
+    queries: Number of queries of a part of a row, which may be any; None: rows are whole.
+  """
   count = round_up(length, size) // size
-  return rows * count * (count + 1) // 2
+  if queries in (None, length):
+    return rows * count * (count + 1) // 2
+  return rows * count * (round_up(queries, size) // size)
 
 
 def lists(seen: Visible, size: int) -> Lists:
   """Returns the tiles that the kernels visit.
 
   Args:
-    seen: Visibility of rows whose T the size divides.
+    seen: Visibility of rows whose T and S the size divides.
     size: Number of queries, and of keys, of a tile.
   """
   live, whole = visible.live_tiles(seen, size, size)
-  visited = live | jnp.eye(live.shape[1], dtype=bool)[None]
   what = jnp.where(whole, WHOLE, jnp.where(live, PARTIAL, 0))
-  return Lists(_walk(visited, what, keys_axis=2), _walk(visited, what, keys_axis=1))
+  if seen.places is None:
+    visited = live | jnp.eye(live.shape[1], dtype=bool)[None]
+    most = entries_of(live.shape[0], seen.until.shape[1], size)
+    return Lists(
+      _walk(visited, what, keys_axis=2, most=most), _walk(visited, what, keys_axis=1, most=most)
+    )
+
+  def with_each(axis: int) -> Bool[Array, "B n m"]:
+    """Returns the live tiles, and the first one along an axis where there is none."""
+    is_first = jnp.arange(live.shape[axis]) == 0
+    is_first = is_first[None, None] if axis == 2 else is_first[None, :, None]
+    return live | (is_first & ~jnp.any(live, axis=axis, keepdims=True))
+
+  return Lists(
+    _walk(with_each(2), what, keys_axis=2, most=live.size),
+    _walk(with_each(1), what, keys_axis=1, most=live.size),
+  )
 
 
-def _walk(visited: Bool[Array, "B n n"], what: Int[Array, "B n n"], *, keys_axis: int) -> Walk:
+def _walk(
+  visited: Bool[Array, "B n m"], what: Int[Array, "B n m"], *, keys_axis: int, most: int
+) -> Walk:
   """Returns the visited tiles in the order in which `keys_axis` is the innermost of the axes."""
-  rows, count, _ = visited.shape
+  count = visited.shape[keys_axis]
   batch, query, key = jnp.indices(visited.shape, dtype=jnp.int32)
   place = query if keys_axis == 1 else key
   first = jnp.argmax(visited, axis=keys_axis, keepdims=True)
   last = count - 1 - jnp.argmax(jnp.flip(visited, keys_axis), axis=keys_axis, keepdims=True)
+  bits = field_bits(max(visited.shape[1:]))
   flags = what + FIRST * (place == first) + LAST * (place == last)
-  entries = _packed(batch, query, key, flags.astype(jnp.int32), field_bits(count))
+  entries = _packed(batch, query, key, flags.astype(jnp.int32), bits)
   in_order = lambda x: (x.mT if keys_axis == 1 else x).reshape(-1)
-  most = rows * count * (count + 1) // 2
   (at,) = jnp.nonzero(in_order(visited), size=most, fill_value=0)
   return Walk(jnp.sum(visited, dtype=jnp.int32), in_order(entries)[at])
 
@@ -162,7 +191,7 @@ def vmem_bytes(size: int, repeats: int, width: int, itemsize: int) -> int:
   """Returns an upper estimate of the VMEM that the largest kernel, that of dQ, takes."""
   width = round_up(width, LANES)
   of_query = 6 * width * itemsize + 4 * width + 2 * 4 * LANES  # q, g, dQ twice; sum; L and delta.
-  of_key = 8 * width * itemsize + 2 * 4 * width + 2 * 4 * LANES  # k, v, dK, dV twice; sums; limits.
+  of_key = 8 * width * itemsize + 2 * 4 * width + 3 * 4 * LANES  # k, v, dK, dV twice; sums; facts.
   scores = 6 * 4 * size * size  # and what is made of them.
   return size * (repeats * of_query + of_key) + scores
 
