@@ -67,7 +67,14 @@ class RowParts:
     Args:
       x: Values at the places of rows.
       order: Place of each slot.
+
+    Raises:
+      ValueError: T is not a multiple of the number of parts.
     """
+    if order.shape[1] % self.count:
+      raise ValueError(
+        f"rows of {order.shape[1]} places cannot be divided over {self.count} devices"
+      )
 
     def of_device(x: Array, order: Array) -> Array:
       size = order.shape[1] // self.count

@@ -186,7 +186,8 @@ def _searched(plan: Plan, compile_job: Compile) -> Plan:
   most_tokens = run.model.context
   one = measure(1, planned.row_tokens)
   each = search.slope(point for point in seen.values() if not point.is_refused)
-  row = search.longest_row(measure, room, start=one, per_place=each, most_tokens=most_tokens)
+  line = {"start": one, "per_place": each}
+  row = search.longest_row(measure, room, **line, most_tokens=most_tokens, parts=plan.parts)
   return dataclasses.replace(plan, microbatch=microbatch, row=row)
 
 

@@ -125,7 +125,6 @@ def by_arithmetic(
   Nothing is compiled. Arguments and errors are those of `run_of`.
   """
   _check_engine(config)
-  _check_mesh(config)
   config = _with_nodes(config, topology)
   devices = topologies.devices(topology)
   host = topologies.host_of(topology)
@@ -186,15 +185,6 @@ def _check_engine(config: Config) -> None:
       engines.module(config.engine.name)
     except ValueError as error:
       raise ConfigError(f"engine.name={config.engine.name!r}: {error}") from error
-
-
-def _check_mesh(config: Config) -> None:
-  """Raises ConfigError if rows are divided over devices."""
-  if config.mesh.context != 1:
-    raise ConfigError(
-      f"mesh.context={config.mesh.context}: a plan describes rows that are whole on a device, not"
-      " rows whose places are divided: set it to 1"
-    )
 
 
 def _with_nodes(config: Config, topology: Topology) -> Config:

@@ -5,6 +5,7 @@ compilation of the answer verifies it.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 
 from grpo_jax.batching.packing import Shape
@@ -88,7 +89,13 @@ def largest_microbatch(measure: Measure, room: int, *, start: Point, most_rows: 
 
 
 def longest_row(
-  measure: Measure, room: int, *, start: Point, per_place: float, most_tokens: int
+  measure: Measure,
+  room: int,
+  *,
+  start: Point,
+  per_place: float,
+  most_tokens: int,
+  parts: int = 1,
 ) -> Limit:
   """Returns the length of the longest row that fits on each replica.
 
@@ -98,8 +105,9 @@ def longest_row(
     start: Needs of one row of the planned length.
     per_place: Bytes that one more place of a microbatch needs, for the first guess.
     most_tokens: Context of the model.
+    parts: Number of devices over which the places of a row are divided.
   """
-  unit = min(_ROUND, start.row_tokens)
+  unit = math.lcm(min(_ROUND, start.row_tokens), parts)
   guessed = Point(1, 2 * start.row_tokens, start.peak + int(per_place * start.row_tokens))
   return _largest(
     lambda tokens: measure(1, tokens),

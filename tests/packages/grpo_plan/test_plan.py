@@ -62,6 +62,19 @@ def planned(run, *, room=100 * GIB, own=GIB, refused=(), searches=False, all_sha
   )
 
 
+def test_rows_over_several_devices_are_described(model, tmp_path, run):
+  sizes = "--config.mesh.fsdp=4", "--config.mesh.context=2"
+  divided = planned(make(model, tmp_path, "--config.mesh.data=1", *sizes))
+  assert (divided.replicas, divided.parts) == (4, 2)
+  assert "on each of 4 replicas of 2 devices;" in report.text(divided, source="here")
+  whole = planned(run)
+  assert whole.run.mesh.shape["fsdp"] == 8 and whole.parts == 1
+  assert divided.run.arrays.always == whole.run.arrays.always  # weights are split by both axes.
+  most = max(shape.places for shape in divided.run.made.shapes)
+  limit = divided.run.config.batching.microbatch_tokens  # of a device.
+  assert 8 * limit // 2 < most <= 8 * limit
+
+
 def test_traffic_of_a_program_is_that_of_its_collectives():
   """Two all-gathers over "fsdp" in a loop of five, one all-reduce over "data"."""
   mesh = Mesh(np.asarray(jax.devices()).reshape(2, 4, 1), ("data", "fsdp", "tensor"))

@@ -151,7 +151,7 @@ def test_a_machine_too_large_to_describe_is_refused(plan, name):
     (["--config.engine.name=zzz"], "engine.name='zzz'"),
     (["--config.model.remat=zzz"], "model.remat must be one of"),
     (["--config.mesh.fsdp=3"], "mesh.fsdp=3"),
-    (["--config.mesh.context=2"], "mesh.context=2: a plan describes rows that are whole"),
+    (["--config.mesh.context=3"], "mesh.context=3"),
     (["--config.rollout.max_tokens=5000"], "good.json reads 4096 (max_position_embeddings)"),
     (["--all-shape"], "did you mean --all-shapes?"),
   ],
