@@ -8,11 +8,12 @@ import pytest
 from grpo_kernels.attention import Attention
 
 from grpo_jax.batching.packing import Shape
-from grpo_jax.learn import update_memory
+from grpo_jax.learn import sharding, update_memory
 from grpo_jax.learn.update_memory import Replica
 from grpo_jax.models import leaves, transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.options import REMATS
+from grpo_jax.models.placement import attention_partition
 from grpo_jax.models.products import Products
 
 MODEL = ModelConfig("llama", 64, 32, 96, 3, 4, 2, 8)
@@ -81,3 +82,31 @@ def test_it_is_not_below_what_a_compiler_counts_for_the_layers(remat):
   gradient: Any = jax.jit(jax.grad(loss)).lower(made.weights, ids).compile().memory_analysis()
   found = update_memory.of_update(made, remat)
   assert gradient.temp_size_in_bytes < found.kept + found.layer + found.scores
+
+
+@pytest.mark.long
+def test_parts_of_rows_take_what_is_gathered_of_whole_rows():
+  mesh = sharding.make_mesh(data=1, context=8)
+  attention = Attention("xla_blocked", attention_partition(mesh))
+  products = Products("bfloat16", placement=sharding.placement(mesh))
+  ids = jax.ShapeDtypeStruct((ROWS, 8 * TOKENS), jnp.int32, sharding=sharding.of_rows(mesh))
+  lies = sharding.param_shardings(transformer.logical_axes(MODEL), mesh, shapes=leaves.tree(MODEL))
+  placed = lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=at)
+  weights = jax.tree.map(placed, leaves.tree(MODEL), lies)
+
+  def loss(params, ids, order):
+    settings = {"products": products, "remat": "full", "attention": attention, "order": order}
+    hidden = transformer.outputs(params, MODEL, ids, ids, ids, ids, **settings).hidden
+    parts = attention.parts
+    return jnp.sum(parts.taken(hidden.astype(jnp.bfloat16), parts.dealt(order, order)) ** 2)
+
+  compiled: Any = jax.jit(jax.grad(loss)).lower(weights, ids, ids).compile().memory_analysis()
+  divided = update_memory.of_update(replica("bfloat16", row_parts=8), "full")
+  alone = update_memory.of_update(replica("bfloat16"), "full")
+  of_row = 8 * PLACES * (2 + 4)  # rounded, and a gradient in float32.
+  assert divided.head - alone.head == of_row * 32
+  assert divided.kept == alone.kept and divided.layer == alone.layer
+  assert divided.scores - alone.scores >= of_row * 2 * 2 * 8
+  states = of_row * 32
+  most = divided.kept + max(divided.layer + divided.scores, states)
+  assert compiled.temp_size_in_bytes < most
