@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from grpo_kernels import row_parts
 from grpo_kernels.attention import AUTOMATIC, Attention
 from grpo_kernels.attention.xla_blocked import MOST_OF_PART, MOST_TILES, TILE
 from grpo_kernels.linear_logprobs import token_local
@@ -119,9 +120,14 @@ def of_update(replica: Replica, remat: str) -> UpdateMemory:
     + size * of_head
     + logits
     + (2 * _FLOAT32 + size) * loss_places * width
-    + _of_whole_rows(replica, width),
+    + _of_whole_rows(replica, width // _slices(replica, width)),
     head_gradient=head_gradient,
   )
+
+
+def _slices(replica: Replica, width: int) -> int:
+  """Returns in how many slices the hidden states of whole rows are gathered."""
+  return row_parts.slices_of(replica.shape.places * replica.row_parts, width)
 
 
 def _of_whole_rows(replica: Replica, numbers: int) -> int:

@@ -24,6 +24,20 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from grpo_kernels import collectives
 
+# Bytes of the float32 vectors of whole rows that are in memory at once, as far as widths allow.
+MOST_BYTES = 1 << 28
+
+
+def slices_of(places: int, width: int) -> int:
+  """Returns in how many slices of their width vectors of whole rows are gathered.
+
+  Args:
+    places: Number of places of a device's whole rows.
+    width: Width of a vector.
+  """
+  wanted = -(-4 * places * width // MOST_BYTES)
+  return next(count for count in range(min(wanted, width), width + 1) if width % count == 0)
+
 
 @dataclasses.dataclass(frozen=True)
 class RowParts:
@@ -149,7 +163,8 @@ _collected.defvjp(_collected_forward, _collected_backward)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _taken(parts: RowParts, x: Array, slots: Array) -> Array:
   def of_device(x: Array, slots: Array) -> Array:
-    return jnp.take_along_axis(parts.gathered(x), slots[..., None], axis=1)
+    take = lambda x: jnp.take_along_axis(parts.gathered(x), slots[..., None], axis=1)
+    return _by_slices(take, x, parts.count)
 
   return parts.on_devices(of_device, (parts.of_parts, parts.of_parts), parts.of_parts)(x, slots)
 
@@ -163,15 +178,29 @@ def _taken_backward(parts: RowParts, kept: tuple[Array, Array], g: Array):
 
   def of_device(slots: Array, like: Array, g: Array) -> Array:
     rows, size = like.shape[:2]
-    zeros = jnp.zeros((rows, size * parts.count, g.shape[-1]), jnp.float32)
-    whole = zeros.at[jnp.arange(rows)[:, None], slots].add(g.astype(jnp.float32))
-    return parts.summed(whole).astype(like.dtype)
+
+    def sums(g: Array) -> Array:
+      zeros = jnp.zeros((rows, size * parts.count, g.shape[-1]), jnp.float32)
+      whole = zeros.at[jnp.arange(rows)[:, None], slots].add(g.astype(jnp.float32))
+      return parts.summed(whole).astype(like.dtype)
+
+    return _by_slices(sums, g, parts.count)
 
   every = parts.of_parts
   return parts.on_devices(of_device, (every, every, every), every)(slots, like, g), None
 
 
 _taken.defvjp(_taken_forward, _taken_backward)
+
+
+def _by_slices(function: Callable[[Array], Array], x: Array, parts: int) -> Array:
+  """Returns a function of vectors [b t D], computed for slices of D one after another."""
+  rows, size, width = x.shape
+  count = slices_of(rows * size * parts, width)
+  if count == 1:
+    return function(x)
+  found = jax.lax.map(function, jnp.moveaxis(x.reshape(rows, size, count, -1), 2, 0))
+  return jnp.moveaxis(found, 0, 2).reshape(rows, -1, width)
 
 
 def _broad(indices: Array, ndim: int) -> Array:

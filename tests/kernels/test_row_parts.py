@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grpo_kernels import row_parts
 from grpo_kernels.attention import Attention, Partition, choice, core, sharded, visible, xla_blocked
 from grpo_kernels.row_parts import RowParts
 from jax.sharding import Mesh
@@ -53,7 +54,10 @@ def test_parts_of_rows_come_back_and_a_vector_is_taken_from_any_of_them():
   np.testing.assert_array_equal(dealt[8:10], right[2:, :8])
 
 
-def test_a_gradient_is_summed_over_all_that_took_a_vector():
+@pytest.mark.parametrize("slices", [1, 3])
+def test_a_gradient_is_summed_over_all_that_took_a_vector(slices, monkeypatch):
+  monkeypatch.setattr(row_parts, "MOST_BYTES", {1: 1 << 28, 3: 2 * T * 3 * 4 // 3}[slices])
+  assert row_parts.slices_of(2 * T, 3) == slices
   parts, order = over(2, 4).parts, orders()
   rng = np.random.default_rng(2)
   x, g = (jnp.asarray(rng.normal(size=(4, T, 3)), jnp.float32) for _ in range(2))
