@@ -26,7 +26,7 @@ from grpo_jax.types import Batch, Denominators, LossTokens
 
 
 def token_logprobs(
-  hidden: Float[Array, "B T D"],
+  hidden: Float[Array, "b t D"],
   head: Float[Array, "..."],
   batch: Batch,
   *,
@@ -43,7 +43,7 @@ def token_logprobs(
   [B·T, V]. Places of -1 give 0 and carry no gradient.
 
   Args:
-    hidden: Output of the transformer's final norm.
+    hidden: Output of the transformer's final norm: of the rows [B T], or of parts of them.
     head: Weights of the LM head, [V D] or [D V], as `head_layout` says.
     batch: Batch whose `tokens`, `predecessors` and `loss_places` are read.
     head_layout: "vd" (an embedding table) or "dv".
@@ -71,7 +71,7 @@ def token_logprobs(
 
 
 def truncated_token_logprobs(
-  hidden: Float[Array, "B T D"],
+  hidden: Float[Array, "b t D"],
   head: Float[Array, "..."],
   batch: Batch,
   truncation: Truncation,
@@ -88,7 +88,7 @@ def truncated_token_logprobs(
   of -1 give 0 (False) and carry no gradient.
 
   Args:
-    hidden: Output of the transformer's final norm.
+    hidden: Output of the transformer's final norm: of the rows [B T], or of parts of them.
     head: Weights of the LM head, [V D] or [D V], as `head_layout` says.
     batch: Batch whose `tokens`, `predecessors` and `loss_places` are read.
     truncation: Filters that the tokens were sampled with.
@@ -116,7 +116,7 @@ def truncated_token_logprobs(
 
 
 def token_objective(
-  hidden: Float[Array, "B T D"],
+  hidden: Float[Array, "b t D"],
   head: Float[Array, "..."],
   batch: Batch,
   objective: Objective,
@@ -317,7 +317,7 @@ class _Predictions(NamedTuple):
 
 
 def _gathered(
-  hidden: Float[Array, "B T D"],
+  hidden: Float[Array, "b t D"],
   head: Float[Array, "..."],
   predictions: _Predictions,
   *,

@@ -1,5 +1,6 @@
 """Places of rows dealt out to devices: each place once, and attention is balanced."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from grpo_kernels.attention import visible
@@ -39,7 +40,7 @@ def test_every_device_has_as_many_places_and_as_much_attention(name, parts):
   assert (np.diff(of_device, axis=1) > 0).all()  # ascending: keys come before their queries.
   assert work.max() <= most * work.mean()
   # The work is that of the tiles that attention has.
-  seen = visible.visible(segments[None], branches[None])
+  seen = visible.visible(jnp.asarray(segments[None]), jnp.asarray(branches[None]))
   chunk = len(order) // dealing.chunks_of(len(order), parts)
   live, _ = visible.live_tiles(seen, chunk, min(dealing.TILE, chunk))
   by_chunk = np.asarray(live)[0].sum(1)

@@ -149,7 +149,7 @@ def test_kernels_that_take_whole_rows_only_are_refused():
   tpu = choice.Chip("tpu", "TPU v5e")
   assert choice.default(tpu, **settings, in_parts=True) == ("pallas_tpu", "")
   with pytest.raises(ValueError, match="rows of 30 places cannot be divided over 4 devices"):
-    over(2, 4).parts.dealt(orders(), orders()[:, :30])
+    over(2, 4).parts.dealt(orders()[:, :30], orders()[:, :30])
   with pytest.raises(ValueError, match="need a partition with a place_axis"):
     Attention().dealt(visible.visible(jnp.ones((1, 8), jnp.int32)), orders())
 

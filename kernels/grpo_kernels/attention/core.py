@@ -110,8 +110,8 @@ def attend(
   implementation: Any,
   settings: Settings,
   q: Float[Array, "B T H E"],
-  k: Float[Array, "B T K E"],
-  v: Float[Array, "B T K E"],
+  k: Float[Array, "B S K E"],
+  v: Float[Array, "B S K E"],
   seen: Visible,
 ) -> tuple[Float[Array, "B T H E"], Float[Array, "B H T"]]:
   """Returns softmax(q kᵀ / √E) v and the log-sum-exp of the scores, by an implementation.
@@ -123,7 +123,7 @@ def attend(
     implementation: Implementation to use.
     settings: Static settings.
     q: Query heads; head h uses key/value head h // (H / K).
-    k: Key heads.
+    k: Key heads; S = T, unless rows are dealt out in parts.
     v: Value heads.
     seen: Visibility of the rows. Tiles that are not there are made.
 

@@ -81,8 +81,8 @@ class PallasTpu:
     self,
     settings: Settings,
     q: Float[Array, "B T H E"],
-    k: Float[Array, "B T K E"],
-    v: Float[Array, "B T K E"],
+    k: Float[Array, "B S K E"],
+    v: Float[Array, "B S K E"],
     seen: Visible,
   ) -> tuple[Float[Array, "B T H E"], Float[Array, "B H T"]]:
     """Returns output, in the dtype of q, and log-sum-exp; see `core.Implementation`.
@@ -102,13 +102,13 @@ class PallasTpu:
     self,
     settings: Settings,
     q: Float[Array, "B T H E"],
-    k: Float[Array, "B T K E"],
-    v: Float[Array, "B T K E"],
+    k: Float[Array, "B S K E"],
+    v: Float[Array, "B S K E"],
     seen: Visible,
     log_sum: Float[Array, "B H T"],
     delta: Float[Array, "B H T"],
     g: Float[Array, "B T H E"],
-  ) -> tuple[Float[Array, "B T H E"], Float[Array, "B T K E"], Float[Array, "B T K E"]]:
+  ) -> tuple[Float[Array, "B T H E"], Float[Array, "B S K E"], Float[Array, "B S K E"]]:
     """Returns the cotangents, in the dtypes of q, k and v; see `core.Implementation`.
 
     Raises:

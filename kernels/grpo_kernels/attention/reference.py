@@ -16,8 +16,8 @@ def prepare(seen: Visible, width: int) -> None:
 def forward(
   settings: Settings,
   q: Float[Array, "B T H E"],
-  k: Float[Array, "B T K E"],
-  v: Float[Array, "B T K E"],
+  k: Float[Array, "B S K E"],
+  v: Float[Array, "B S K E"],
   seen: Visible,
 ) -> tuple[Float[Array, "B T H E"], Float[Array, "B H T"]]:
   """Returns output and log-sum-exp; see `core.Implementation`."""
@@ -37,13 +37,13 @@ def forward(
 def backward(
   settings: Settings,
   q: Float[Array, "B T H E"],
-  k: Float[Array, "B T K E"],
-  v: Float[Array, "B T K E"],
+  k: Float[Array, "B S K E"],
+  v: Float[Array, "B S K E"],
   seen: Visible,
   log_sum: Float[Array, "B H T"],
   delta: Float[Array, "B H T"],
   g: Float[Array, "B T H E"],
-) -> tuple[Float[Array, "B T H E"], Float[Array, "B T K E"], Float[Array, "B T K E"]]:
+) -> tuple[Float[Array, "B T H E"], Float[Array, "B S K E"], Float[Array, "B S K E"]]:
   """Returns the cotangents of queries, keys and values; see `core.Implementation`."""
   contract = settings.products.contract
   scores, mask = _scores(settings, q, k, seen)

@@ -58,8 +58,8 @@ def prepare(seen: Visible, width: int, *, tile: int = TILE) -> Tiles:
 def forward(
   settings: Settings,
   q: Float[Array, "B T H E"],
-  k: Float[Array, "B T K E"],
-  v: Float[Array, "B T K E"],
+  k: Float[Array, "B S K E"],
+  v: Float[Array, "B S K E"],
   seen: Visible,
 ) -> tuple[Float[Array, "B T H E"], Float[Array, "B H T"]]:
   """Returns output and log-sum-exp; see `core.Implementation`.
@@ -94,13 +94,13 @@ def forward(
 def backward(
   settings: Settings,
   q: Float[Array, "B T H E"],
-  k: Float[Array, "B T K E"],
-  v: Float[Array, "B T K E"],
+  k: Float[Array, "B S K E"],
+  v: Float[Array, "B S K E"],
   seen: Visible,
   log_sum: Float[Array, "B H T"],
   delta: Float[Array, "B H T"],
   g: Float[Array, "B T H E"],
-) -> tuple[Float[Array, "B T H E"], Float[Array, "B T K E"], Float[Array, "B T K E"]]:
+) -> tuple[Float[Array, "B T H E"], Float[Array, "B S K E"], Float[Array, "B S K E"]]:
   """Returns the cotangents of queries, keys and values; see `core.Implementation`."""
   rows = _Rows.of(settings, seen, q, k)
   q, k, v, g = rows.by_query(q), rows.by_key(k), rows.by_key(v), rows.by_query(g)
