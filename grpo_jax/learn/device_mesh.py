@@ -111,7 +111,7 @@ def mesh_sizes(
   if -1 in sizes and len(devices) % given == 0:
     sizes[sizes.index(-1)] = len(devices) // given
   if math.prod(sizes) != len(devices):
-    raise ValueError(_misfit(named, given, devices, is_open=-1 in sizes))
+    raise ValueError(_misfit(named, axes, given, devices, is_open=-1 in sizes))
   if _platform(devices) == "tpu":
     _check_slices(named, sizes, devices)
   return tuple(sizes)
@@ -232,14 +232,17 @@ def _equal_domains(named: str, devices: Sequence[Any], tensor: int) -> int:
   return len(sizes)
 
 
-def _misfit(named: str, given: int, devices: Sequence[Any], *, is_open: bool) -> str:
+def _misfit(
+  named: str, axes: Sequence[str], given: int, devices: Sequence[Any], *, is_open: bool
+) -> str:
   """Returns in one line why a mesh does not fit the devices, and which fields to set."""
   count, platform = len(devices), _platform(devices)
   found = _parts(devices, len(domains(devices)), domain_noun(devices))
   several = f"; {found}" if found else ""
   there = f"there {'is' if count == 1 else 'are'} {count} ({devices[0].device_kind}{several})"
   needed = f"a multiple of {given} devices" if is_open else f"{given} device{'s' * (given > 1)}"
-  remedies = ["set mesh.data=1, mesh.fsdp=-1 and mesh.tensor=1 to use all"]
+  *others, last = (f"mesh.{axis}={-1 if axis == 'fsdp' else 1}" for axis in axes)
+  remedies = [f"set {', '.join(others)} and {last} to use all"]
   fewer = count // given * given if is_open else given
   if platform in ("gpu", "cuda", "rocm") and 0 < fewer < count and not several:
     numbers = ",".join(map(str, range(fewer)))

@@ -87,6 +87,14 @@ def test_a_mesh_that_does_not_fit_gpus_says_how_to_use_all_or_fewer(count, given
   assert "\n" not in str(caught.value)
 
 
+def test_the_remedy_of_a_mesh_that_does_not_fit_names_every_axis_that_was_set():
+  remedy = (
+    "set mesh.data=1, mesh.fsdp=-1, mesh.expert=1, mesh.context=1 and mesh.tensor=1 to use all"
+  )
+  with pytest.raises(ValueError, match=remedy):
+    sharding.mesh_sizes([Gpu()] * 2, data=-1, fsdp=1, tensor=1, expert=2, context=2)
+
+
 def test_what_a_mesh_cannot_split_is_found():
   mesh = sharding.make_mesh(data=1, fsdp=2, tensor=4)
   axes = {"embed": ("vocab", "embed"), "up": ("embed", "mlp"), "norm": ("embed",)}
