@@ -43,6 +43,7 @@ from grpo_jax.files import disk, installed
 from grpo_jax.groups import learning_signal
 from grpo_jax.learn import sharding, train_step
 from grpo_jax.learn.update_memory import UpdateMemory
+from grpo_jax.models import leaves
 from grpo_jax.models.products import LowRank
 from grpo_jax.processes import watchdog
 from grpo_jax.report import figures, run_data
@@ -298,9 +299,11 @@ def _(given):
   yield str(mismatch_warning(SamplingParams(max_tokens=4, top_k=20)))
   share = merge_rounding.MergedShare("bfloat16")
   low_rank = LowRank(*(np.zeros(()) for _ in dataclasses.fields(LowRank)[:3]), scale=1.0)
-  given.patch.setattr(share, "_kernels", lambda params, is_apart: {"q": low_rank})
+  given.patch.setattr(share, "_kernels", lambda params, is_apart: {params: low_rank})
   given.patch.setattr(share, "_program", lambda kernels: 0.07)
-  yield from given.logged(share.measure, {})
+  yield from given.logged(share.measure, "q")
+  share._warns = True
+  yield from given.logged(share.measure, leaves.EXPERTS[0])
 
 
 @producer("Gradients are not finite")

@@ -1,4 +1,4 @@
-"""Measures how much of an adapter an engine loses that merges it with rounded weights."""
+"""Measures how much of an adapter is lost where it is merged with rounded weights."""
 
 import functools
 import logging
@@ -13,8 +13,16 @@ from grpo_jax.models import lora
 from grpo_jax.models.products import LowRank
 
 _log = logging.getLogger(__name__)
-_LEAST = 0.5  # below it an engine with merged weights samples from nearly the base.
+_LEAST = 0.5  # below it merged weights are nearly the base.
 _REMEDY = "set model.lora.sync='adapter'"
+_OF_ENGINE = (
+  f"the engine samples from nearly the frozen weights, and not from what is trained; {_REMEDY}"
+)
+# The trainer merges and rounds them as the engine does.
+_OF_EXPERTS = (
+  "experts compute with nearly their frozen weights, in the update, too, until the adapter has"
+  " grown; set model.compute_dtype='float32', or model.lora.targets=('q', 'k', 'v', 'o')"
+)
 
 
 class MergedShare:
@@ -42,22 +50,20 @@ class MergedShare:
 
     Args:
       params: Weights that an engine loads; without `LowRank` kernels nothing is measured.
-      is_apart: Whether adapters stay apart, but for those of experts. These the trainer merges and
-        rounds as the engine does, so nothing is warned of.
+      is_apart: Whether adapters stay apart, but for those of experts.
     """
     kernels = self._kernels(params, is_apart)
     if not kernels:
       self._share = None
       return
     self._share = float(self._program(kernels))
-    if self._share < _LEAST and self._warns and not is_apart:
+    if self._share < _LEAST and self._warns:
       self._warns = False
       _log.warning(
-        "%.0f %% of the adapter survive merging with weights in %s (lora/merged_share): the engine"
-        " samples from nearly the frozen weights, and not from what is trained; %s",
+        "%.0f %% of the adapter survive merging with weights in %s (lora/merged_share): %s",
         100 * self._share,
         self._dtype.name,
-        _REMEDY,
+        _OF_EXPERTS if lora.merged_always(kernels) else _OF_ENGINE,
       )
 
   def metrics(self) -> dict[str, float]:

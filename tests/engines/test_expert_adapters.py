@@ -76,11 +76,12 @@ def test_in_bfloat16_the_trainer_computes_with_the_experts_that_the_sampler_has(
   )
 
 
-def test_a_low_share_of_experts_alone_is_reported_without_a_warning(caplog):
-  """The trainer computes with the same rounded experts, unlike with what is merged for engines."""
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_a_low_share_of_experts_is_warned_of_once_as_the_trainer_rounds_them_too(is_apart, caplog):
   tree = joined(dense.base_of(jnp.bfloat16, CONFIG), size=1e-6)
   measured = merge_rounding.MergedShare(jnp.bfloat16)
-  measured.measure(tree, is_apart=True)
-  assert measured.metrics()["lora/merged_share"] < 0.1 and not caplog.messages
-  measured.measure(tree)
-  assert "samples from nearly the frozen weights" in caplog.text
+  for _ in range(2):
+    measured.measure(tree, is_apart=is_apart)
+  assert measured.metrics()["lora/merged_share"] < 0.1
+  (message,) = caplog.messages
+  assert "in the update, too" in message and "sync='adapter'" not in message
