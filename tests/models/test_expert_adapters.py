@@ -1,9 +1,6 @@
 """Adapters of the experts of mixtures: PEFT's values and files, meshes, what is refused."""
 
 import functools
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -60,40 +57,8 @@ def one_layer(tmp_path_factory):
 
 @pytest.mark.long
 def test_logits_and_gradients_are_those_of_peft_in_float64(tmp_path, monkeypatch):
-  loaded = tiny.saved(qwen2(), tmp_path / "base")
-  options = lora.AdapterOptions(RANK, ALPHA)
-  adapter = test_peft.random_adapter(loaded.config, options)
+  adapter = test_peft.compare_in_float64(qwen2, tmp_path, monkeypatch)
   assert {*adapter} == {*"qkvo", *leaves.EXPERTS, *leaves.SHARED}
-  adapter_files.write(adapter, loaded.config, options, tmp_path / "adapter", base="base")
-  tokens = test_peft.TOKENS
-  weights = np.random.default_rng(2).standard_normal((*tokens.shape, 61))
-  own = {f"{k}/{p}": np.float64(x) for k, parts in adapter.items() for p, x in parts.items()}
-  file = tmp_path / "data.npz"
-  np.savez(file, tokens=tokens, scale=options.scale, weights=weights, **own)
-  command = [sys.executable, "-c", test_peft.GRADIENTS, str(file), str(tmp_path / "base")]
-  done = subprocess.run(command, capture_output=True, text=True, cwd=pathlib.Path.cwd())
-  assert done.returncode == 0, done.stderr
-  ours = np.load(file)
-
-  model = peft.PeftModel.from_pretrained(qwen2(), tmp_path / "adapter", is_trainable=True)
-  model = test_peft.double(model, monkeypatch)
-  logits = model(torch.tensor(tokens)).logits
-  assert tiny.relative_error(ours["logits"], logits.detach().numpy()) < 1e-11
-  (logits * torch.tensor(weights)).sum().backward()
-  theirs = {
-    name.replace(".default", ""): weight.grad.numpy()
-    for name, weight in model.named_parameters()
-    if weight.grad is not None
-  }
-  found = peft_format.stored(loaded.config, options)
-  assert {each.name for each in found} == {*theirs}
-  for each in found:
-    gradients = [ours[f"{kernel}/{each.part}"][each.layer] for kernel in each.kernels]
-    gradient = each.in_file(gradients, np.float64)
-    assert tiny.relative_error(gradient, theirs[each.name]) < 1e-9, each.name
-  with model.disable_adapter():
-    other = model(torch.tensor(tokens)).logits.detach().numpy()
-  assert tiny.relative_error(ours["logits"], other) > 0.05, "the adapter counts"
 
 
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"

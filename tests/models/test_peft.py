@@ -237,26 +237,34 @@ def double(model, monkeypatch):
 
 @pytest.mark.long
 def test_gradients_of_an_adapter_are_those_of_peft_in_float64(tmp_path, monkeypatch):
-  loaded = tiny.saved(tiny.hf_model("qwen3"), tmp_path / "base")
+  compare_in_float64(lambda: tiny.hf_model("qwen3"), tmp_path, monkeypatch)
+
+
+def compare_in_float64(make, folder, monkeypatch):
+  """Compares logits and the gradients of a random adapter on all kernels with those of PEFT.
+
+  Args:
+    make: Function that returns transformers' model.
+    folder: Folder for files.
+    monkeypatch: Fixture of the test.
+
+  Returns:
+    The adapter.
+  """
+  loaded = tiny.saved(make(), folder / "base")
   options = lora.AdapterOptions(RANK, ALPHA)
   adapter = random_adapter(loaded.config, options)
-  adapter_files.write(adapter, loaded.config, options, tmp_path / "adapter", base="base")
+  adapter_files.write(adapter, loaded.config, options, folder / "adapter", base="base")
   weights = np.random.default_rng(2).standard_normal((*TOKENS.shape, 61))
-  leaves = {
-    f"{kernel}/{part}": x.astype(np.float64)
-    for kernel, own in adapter.items()
-    for part, x in own.items()
-  }
-  file = tmp_path / "data.npz"
-  np.savez(file, tokens=TOKENS, scale=options.scale, weights=weights, **leaves)
-  command = [sys.executable, "-c", GRADIENTS, str(file), str(tmp_path / "base")]
+  own = {f"{k}/{p}": np.float64(x) for k, parts in adapter.items() for p, x in parts.items()}
+  file = folder / "data.npz"
+  np.savez(file, tokens=TOKENS, scale=options.scale, weights=weights, **own)
+  command = [sys.executable, "-c", GRADIENTS, str(file), str(folder / "base")]
   done = subprocess.run(command, capture_output=True, text=True, cwd=pathlib.Path.cwd())
   assert done.returncode == 0, done.stderr
   ours = np.load(file)
 
-  model = peft.PeftModel.from_pretrained(
-    tiny.hf_model("qwen3"), tmp_path / "adapter", is_trainable=True
-  )
+  model = peft.PeftModel.from_pretrained(make(), folder / "adapter", is_trainable=True)
   model = double(model, monkeypatch)
   logits = model(torch.tensor(TOKENS)).logits
   assert logits.dtype == torch.float64
@@ -270,5 +278,10 @@ def test_gradients_of_an_adapter_are_those_of_peft_in_float64(tmp_path, monkeypa
   found = peft_format.stored(loaded.config, options)
   assert {each.name for each in found} == {*theirs}
   for each in found:
-    gradient = each.in_file([ours[f"{each.kernels[0]}/{each.part}"][each.layer]], np.float64)
+    gradients = [ours[f"{kernel}/{each.part}"][each.layer] for kernel in each.kernels]
+    gradient = each.in_file(gradients, np.float64)
     assert tiny.relative_error(gradient, theirs[each.name]) < 1e-9, each.name
+  with model.disable_adapter():
+    other = model(torch.tensor(TOKENS)).logits.detach().numpy()
+  assert tiny.relative_error(ours["logits"], other) > 0.05, "the adapter counts"
+  return adapter
