@@ -303,8 +303,9 @@ def publish(
     dtype=np.dtype(dtype) if dtype else None,
     max_shard_bytes=int(max_shard_gb * 1e9) if max_shard_gb else None,
   )
-  alone = None
+  alone, names = None, {}
   if adapter is not None:
+    names = multimodal.peft_names(files.read_json(model.directory / "config.json"))
     place = folder.with_name("adapter")
     alone = adapter_files.write(
       state.params,
@@ -328,7 +329,7 @@ def publish(
     is_offline=is_offline,
     has_sets=has_sets,
     adapter=None if alone is None else str(alone),
-    names=multimodal.peft_names(files.read_json(model.directory / "config.json")),
+    names=names,
     note=note,
   )
   for line in ending:

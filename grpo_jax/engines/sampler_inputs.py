@@ -95,7 +95,7 @@ class ProgramOptions:
     """Checks the dtype of the cache.
 
     Raises:
-      ValueError: There is no such cache.
+      ValueError: A cache cannot have this dtype.
     """
     if self.cache_dtype not in (None, *CACHE_DTYPES):
       raise ValueError(

@@ -52,8 +52,8 @@ def rounded(params: Any, dtype: Any, *, is_merged: bool) -> Any:
     is_merged: Whether it gets all such kernels merged, and not only those of experts.
   """
   is_quantized = lambda x: isinstance(x, quantized.Quantized)
-  of_experts = lambda x: x.b.ndim == 4  # [L X r o]; they are always merged.
-  is_one = lambda x: isinstance(x, LowRank) and (is_merged or of_experts(x))
+  always = lora.merged_always(params["layers"]).values()
+  is_one = lambda x: isinstance(x, LowRank) and (is_merged or any(x is each for each in always))
   is_whole = lambda x: is_quantized(x) or is_one(x)
 
   def one(leaf: Any) -> Any:

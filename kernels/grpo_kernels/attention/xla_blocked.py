@@ -5,8 +5,8 @@ that no row needs are skipped. The loop compiles once, whatever the length of th
 backward pass computes the scores of a tile again from the log-sum-exp, and nothing else, so no
 array is [T, T].
 
-A row that is no longer than a tile is one tile without a loop. Of rows that are dealt out in parts,
-a tile of queries is of one part.
+A row that fits in a tile is one tile without a loop. Of rows that are dealt out in parts, a tile of
+queries is of one part.
 """
 
 from collections.abc import Callable
