@@ -164,6 +164,8 @@ def _activations(plan: Plan, worst: Need) -> Iterator[Remedy]:
     )
   if worst.program == "update":
     yield from _recomputation(plan)
+  if each == shape.row_tokens:
+    yield from _divided_rows(plan, shape.row_tokens)
   row = plan.row.point if plan.row else None
   if row is not None and row.row_tokens < shape.row_tokens:
     yield Remedy(
@@ -175,6 +177,17 @@ def _activations(plan: Plan, worst: Need) -> Iterator[Remedy]:
     yield Remedy(
       f"mesh.tensor={2 * tensor}",
       "the largest arrays are gathered weights or logits, which it divides; plan it to see",
+    )
+
+
+def _divided_rows(plan: Plan, row_tokens: int) -> Iterator[Remedy]:
+  """Yields how a row takes less of each device where a microbatch has one of a replica."""
+  sizes, parts = plan.run.mesh.shape, 2 * plan.parts
+  axis = next((axis for axis in ("data", "fsdp") if sizes[axis] % 2 == 0), None)
+  if axis is not None and row_tokens % parts == 0:
+    yield Remedy(
+      f"mesh.{axis}={sizes[axis] // 2} mesh.context={parts}",
+      f"rows of {row_tokens} tokens over {parts} devices each, half as many at a time; plan it",
     )
 
 

@@ -186,7 +186,7 @@ def test_remedies_follow_from_what_takes_the_memory(run, model, tmp_path):
   assert advice.remedies(planned(run)) == []
   changes = lambda plan_: [each.change for each in advice.remedies(plan_)]
   split = changes(planned(run, room=GIB))
-  assert "loss.kl_coef=0" in split and not any("mesh.fsdp" in each for each in split)
+  assert "loss.kl_coef=0" in split and not any("mesh.data=1" in each for each in split)
   copied = make(model, tmp_path, "--config.mesh.data=8", "--config.mesh.fsdp=1",
                 "--config.rollout.prompts_per_step=4",
                 "--config.loss.kl_coef=0")  # fmt: skip
@@ -195,6 +195,18 @@ def test_remedies_follow_from_what_takes_the_memory(run, model, tmp_path):
   config = configuration.replaced(run.config, {"model.remat": "dots"})
   lowered = dataclasses.replace(run, config=config)
   assert "model.remat=full" in changes(planned(lowered, room=GIB, refused={"update"}))
+
+
+def test_a_row_that_does_not_fit_is_divided_over_more_devices(model, tmp_path):
+  def found(parts):
+    of_device = f"--config.batching.microbatch_tokens={2048 // parts}"
+    lengths = "--config.rollout.max_tokens=2048", "--config.batching.row_tokens=2048", of_device
+    divided = make(model, tmp_path, *lengths, f"--config.mesh.context={parts}")
+    return {each.change for each in advice.remedies(planned(divided, refused={"update"}))}
+
+  assert "mesh.fsdp=4 mesh.context=2" in found(1)
+  assert "mesh.fsdp=1 mesh.context=8" in found(4)
+  assert not any("context" in each for each in found(8))
 
 
 LORA = ("--config.rollout.prompts_per_step=4", "--config.model.lora.rank=32")
