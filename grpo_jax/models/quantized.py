@@ -230,11 +230,13 @@ def _check_split(shape: tuple[int, ...], form: Format, sharding: NamedSharding) 
   """Raises ModelError if a device would get a part of a block of nf4."""
   inputs, part = shape[-2], sharding.shard_shape(shape)[-2]
   if form is Nf4 and part != inputs and part % BLOCK:
-    axis = sharding.spec[len(shape) - 2]
+    axes = sharding.spec[len(shape) - 2]
+    names = (axes,) if isinstance(axes, str) else axes or ()
+    named = " × ".join(f"mesh.{axis}" for axis in names)
     raise ModelError(
       f"model.lora.base_dtype='nf4' has a scale for every {BLOCK} inputs of a kernel, but"
-      f" mesh.{axis} splits the {inputs} inputs of a kernel of shape {list(shape[-2:])} into parts"
-      f" of {part}: use a mesh.{axis} for which they are a multiple of {BLOCK}, or"
+      f" {named} splits the {inputs} inputs of a kernel of shape {list(shape[-2:])} into parts"
+      f" of {part}: use a {named} for which they are a multiple of {BLOCK}, or"
       " base_dtype='int8'"
     )
 

@@ -122,6 +122,8 @@ def test_a_split_within_a_block_is_refused_by_name():
     ModelError, match=r"mesh.fsdp splits the 192 inputs .* \[192, 8\] into parts of 48"
   ):
     quantized.described((2, 192, 8), quantized.Nf4, lies("fsdp", "tensor"))
+  with pytest.raises(ModelError, match=r"mesh.fsdp × mesh.tensor splits the 256 inputs .* of 32"):
+    quantized.described((2, 256, 8), quantized.Nf4, lies(("fsdp", "tensor"), None))
   found = quantized.described((2, 256, 8), quantized.Nf4, lies("fsdp", "tensor"))
   assert found.scale.sharding.shard_shape(found.scale.shape) == (2, 1, 4)
   found = quantized.described((2, 192, 8), quantized.Int8, lies("fsdp", "tensor"))
