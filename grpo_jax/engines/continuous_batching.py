@@ -7,53 +7,29 @@ computes does not depend on earlier requests.
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from grpo_jax.compilation.programs import CompileJob, Program, abstract
 from grpo_jax.engines import (
-  cache_forms,
-  decoding,
   kv_cache,
   ring_cache,
   sampled_experts,
   sampler_inputs,
+  sampler_programs,
   sampler_weights,
   scheduling,
   sharing,
   stopping,
 )
-from grpo_jax.engines.base import Generation, GenerationRequest, SamplingParams
+from grpo_jax.engines.base import Generation
 from grpo_jax.engines.prompt_pages import Pool
 from grpo_jax.engines.sampled_experts import PromptExperts
+from grpo_jax.engines.sampler_programs import Programs
 from grpo_jax.engines.sampler_sizes import SamplerSizes
 from grpo_jax.engines.scheduling import RunningCompletion, Slot
 from grpo_jax.errors import ExpectedFailure
-
-_ANY_REQUEST = GenerationRequest("", np.zeros(1, np.int32), SamplingParams(1), 0)
-_REMEDY = "lower engine.max_rows, sampling.max_tokens or rollout.max_tokens"
-
-_decode = jax.jit(decoding.decode, static_argnames="options", donate_argnames="own")
-_prefill = jax.jit(decoding.prefill, static_argnames="options", donate_argnames="cache")
-_read_again = jax.jit(decoding.read_again, static_argnames="options", donate_argnames="own")
-_other_pages = jax.jit(kv_cache.other_pages, static_argnames="options")
-_empty_pages = jax.jit(kv_cache.empty_pages, static_argnums=(0, 1, 2))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _empty_own(blocks: int, rows: int, length: int, options: Any) -> kv_cache.Cache:
-  return cache_forms.of(options).empty(blocks, rows, length, options)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def _grown(
-  own: kv_cache.Cache, places: Any, blocks: int, length: int, options: Any
-) -> kv_cache.Cache:
-  return cache_forms.of(options).grown(own, places, blocks, length, options)
 
 
 class NonFiniteLogits(ExpectedFailure, FloatingPointError):
@@ -70,106 +46,6 @@ class Stats:
   row_steps: int = 0  # decode steps × rows computed, including idle rows.
   sampled_tokens: int = 0
   recomputed_tokens: int = 0  # of prompts and completions that new weights have read again.
-
-
-class Programs:
-  """The programs of a sampler, with the executables that were compiled ahead."""
-
-  def __init__(self):
-    self.decode = Program(_decode, name="sampling", static=["options"], remedy=_REMEDY)
-    self.prefill = Program(_prefill, name="reading prompts", static=["options"], remedy=_REMEDY)
-    self.read_again = Program(
-      _read_again, name="reading completions again", static=["options"], remedy=_REMEDY
-    )
-
-  def jobs(
-    self,
-    weights: Any,
-    options: sampler_inputs.ProgramOptions,
-    sizes: SamplerSizes,
-    *,
-    reads_again: bool = False,
-    has_filters: bool = True,
-  ) -> list[CompileJob]:
-    """Returns the compilations that serve all requests within `sizes`.
-
-    Args:
-      weights: Shapes, dtypes and shardings of the weights.
-      options: Options of the programs.
-      sizes: Planned sizes.
-      reads_again: Whether new weights may have to read unfinished completions.
-      has_filters: Whether requests may have top-k, top-p or min-p.
-    """
-    own, pages = caches(options, sizes)
-    options = sizes.applied(options)
-    pools = sizes.pools(options.config)
-    slot = Slot(pages=((0,),) * len(pools), length=1)
-    prompt = [(np.zeros(1, np.int32), slot)]
-    chunk = abstract(next(scheduling.make_chunks(prompt, pools=pools, tokens=sizes.prefill)))
-    detail = f"{sizes.prefill} tokens"
-    jobs = [self.prefill.job(weights, pages, chunk, options=options, detail=detail)]
-    for count in scheduling.row_counts(sizes.rows):
-      rows = scheduling.make_rows([], count, {}, **_row_layout(options, sizes))
-      arguments = (weights, pages, own, abstract(rows), abstract(np.int32(0)))
-      for chosen, kind in _variants(options, has_filters):
-        detail = f"{count} rows{kind}"
-        jobs.append(self.decode.job(*arguments, options=chosen, detail=detail))
-    if reads_again:
-      begun = RunningCompletion(_ANY_REQUEST, None, b"", row=0, token_ids=[0])
-      layout = _layout(options, sizes)
-      pieces = next(scheduling.make_pieces([begun], {b"": slot}, **layout, step=1))
-      arguments = (weights, pages, own, abstract(pieces))
-      detail = f"{sizes.prefill} tokens"
-      jobs.append(self.read_again.job(*arguments, options=options, detail=detail))
-    return jobs
-
-
-def _layout(options: sampler_inputs.ProgramOptions, sizes: SamplerSizes) -> dict[str, Any]:
-  """Returns the sizes of a call of `decoding.read_again`."""
-  pools = sizes.pools(options.config)
-  return {"tokens": sizes.prefill, "piece": sizes.piece, "pools": pools}
-
-
-def _row_layout(options: sampler_inputs.ProgramOptions, sizes: SamplerSizes) -> dict[str, Any]:
-  """Returns the sizes and the form of the state of rows."""
-  pools = sizes.pools(options.config)
-  return {"group": options.group, "form": options.form, "pools": pools}
-
-
-def _variants(
-  options: sampler_inputs.ProgramOptions, has_filters: bool
-) -> list[tuple[sampler_inputs.ProgramOptions, str]]:
-  """Returns the options of the decode programs of a number of rows, with a name for each."""
-  if options.form == "ring":
-    return [(options, "")]
-  plain = [(dataclasses.replace(options, has_filters=False), "")]
-  filtered = dataclasses.replace(options, has_filters=True)
-  return [*plain, (filtered, ", filters")] if has_filters else plain
-
-
-def caches(options: sampler_inputs.ProgramOptions, sizes: SamplerSizes) -> tuple[Any, Any]:
-  """Returns shapes, dtypes and shardings of the sampled tokens' cache and of the pages.
-
-  Args:
-    options: Options of the calls.
-    sizes: Planned sizes.
-  """
-  options = sizes.applied(options)
-  own = _described(_empty_own, sizes.blocks, sizes.rows, sizes.columns, options)
-  return own, _described(_empty_pages, _page_counts(options, sizes), sizes.page, options)
-
-
-def _page_counts(options: sampler_inputs.ProgramOptions, sizes: SamplerSizes) -> tuple[int, ...]:
-  """Returns the number of pages of the layers of each window."""
-  return tuple(pool.count for pool in sizes.pools(options.config))
-
-
-def _described(make: Any, *arguments: Any) -> Any:
-  """Returns shapes, dtypes and shardings of what `make` returns for static arguments."""
-  placed = make.lower(*arguments).compile().output_shardings
-  shapes = jax.eval_shape(lambda: make(*arguments))
-  place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-  return jax.tree.map(place, shapes, placed)
 
 
 class ContinuousBatcher:
@@ -301,7 +177,7 @@ class ContinuousBatcher:
     prompts = {c.key: (c.request.prompt_ids[:-1], self._slots[c.key]) for c in self._active}
     self._slots = {key: slot for key, (_, slot) in prompts.items()}
     self._stats.recomputed_tokens += self._read_prompts(list(prompts.values()), weights)
-    layout = _layout(self.options, self._sizes)
+    layout = sampler_programs.piece_layout(self.options, self._sizes)
     options = self._sizes.applied(self.options)
     for pieces in scheduling.make_pieces(self._active, self._slots, **layout, step=self._step):
       arguments = (weights, self._prompts, self._own, pieces)
@@ -392,13 +268,13 @@ class ContinuousBatcher:
       return
     self._sizes = dataclasses.replace(self._sizes, blocks=blocks)
     if not self._own:
-      self._own = _empty_own(blocks, self._sizes.rows, columns, self.options)
+      self._own = sampler_programs.empty_own(blocks, self._sizes.rows, columns, self.options)
     else:
       newest = (self._step - 1) // columns
       held = lambda window: [ring_cache.held_blocks(n, window, columns) for n in (before, blocks)]
       counts = [held(kind.window) for kind in self.options.config.kinds]
       places = {after: scheduling.regrown(before, after, newest) for before, after in counts}
-      self._own = _grown(self._own, places, blocks, columns, self.options)
+      self._own = sampler_programs.grown(self._own, places, blocks, columns, self.options)
 
   def _fit_pages(self) -> None:
     """Makes the pages, or more of them if waiting prompts exceed the plan."""
@@ -419,13 +295,13 @@ class ContinuousBatcher:
     if pages < table:
       pages = scheduling.power_of_two(table)
     before, self._sizes = self._sizes, dataclasses.replace(self._sizes, table=table, pages=pages)
-    counts = _page_counts(self.options, self._sizes)
+    counts = sampler_programs.page_counts(self.options, self._sizes)
     if not self._prompts:
-      self._prompts = _empty_pages(counts, size, self.options)
-    elif counts != (had := _page_counts(self.options, before)):
+      self._prompts = sampler_programs.empty_pages(counts, size, self.options)
+    elif counts != (had := sampler_programs.page_counts(self.options, before)):
       pairs = zip(counts, had, strict=True)
       places = [np.minimum(np.arange(count, dtype=np.int32), old - 1) for count, old in pairs]
-      self._prompts = _other_pages(self._prompts, places, options=self.options)
+      self._prompts = sampler_programs.other_pages(self._prompts, places, options=self.options)
 
   def _prefill_all(
     self, prompts: list[tuple[np.ndarray, Slot]], weights: sampler_weights.SamplerWeights
@@ -477,7 +353,7 @@ class ContinuousBatcher:
       self._active,
       self._rows,
       self._slots,
-      **_row_layout(options, self._sizes),
+      **sampler_programs.row_layout(options, self._sizes),
       moves=self._moves,
       step=self._step,
     )

@@ -37,10 +37,11 @@ from grpo_jax.engines import (
   scheduling,
   stopping,
 )
-from grpo_jax.engines.continuous_batching import ContinuousBatcher, Programs, Stats, caches
+from grpo_jax.engines.continuous_batching import ContinuousBatcher, Stats
 from grpo_jax.engines.generate_call import GenerateCall
 from grpo_jax.engines.options import USUAL_ROWS
 from grpo_jax.engines.prompt_scoring import Passage
+from grpo_jax.engines.sampler_programs import Programs, caches
 from grpo_jax.engines.weight_readings import Reading, WaitingReadings
 from grpo_jax.engines.weight_sync import SyncedWeights, WeightSync
 from grpo_jax.models.config import ModelConfig

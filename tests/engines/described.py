@@ -8,8 +8,8 @@ import numpy as np
 
 from grpo_jax.compilation.programs import abstract
 from grpo_jax.engines import (
-  continuous_batching,
   sampler_inputs,
+  sampler_programs,
   sampler_weights,
   scheduling,
   weight_sync,
@@ -52,19 +52,19 @@ def described(
     options = dataclasses.replace(options, has_filters=False)
   options = sizes.applied(weight_sync._with_sharding(options, params))
   weights = sampler_weights.described(params, options)
-  ring = continuous_batching._described(
-    continuous_batching._empty_own, sizes.blocks, sizes.rows, sizes.columns, options
+  ring = sampler_programs._described(
+    sampler_programs.empty_own, sizes.blocks, sizes.rows, sizes.columns, options
   )
-  pages = continuous_batching._described(
-    continuous_batching._empty_pages,
-    continuous_batching._page_counts(options, sizes),
+  pages = sampler_programs._described(
+    sampler_programs.empty_pages,
+    sampler_programs.page_counts(options, sizes),
     sizes.page,
     options,
   )
   pools = sizes.pools(config)
   prompt = [(np.zeros(1, np.int32), Slot(pages=((0,),) * len(pools), length=1))]
   chunk = next(scheduling.make_chunks(prompt, pools=pools, tokens=sizes.prefill))
-  of_rows = scheduling.make_rows([], rows, {}, **continuous_batching._row_layout(options, sizes))
+  of_rows = scheduling.make_rows([], rows, {}, **sampler_programs.row_layout(options, sizes))
   state, leave_at = jax.tree.map(np.asarray, of_rows), np.int32(0)
   return Described(
     (weights, pages, abstract(chunk)),

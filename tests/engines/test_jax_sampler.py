@@ -18,6 +18,7 @@ from grpo_jax.engines import (
   kv_cache,
   ring_cache,
   sampler_inputs,
+  sampler_programs,
   sampler_sizes,
   sampler_weights,
   sampling,
@@ -217,7 +218,7 @@ def busy_session(sizes, requests, *, group=8):
     sizes=sizes,
     decode_text=None,
     stats=continuous_batching.Stats(),
-    programs=continuous_batching.Programs(),
+    programs=sampler_programs.Programs(),
   )
   busy.submit([scheduling.RunningCompletion(r, None, scheduling.prompt_key(r)) for r in requests])
   weights = sampler_weights.split_layers(tiny.params(CONFIG), options)

@@ -10,10 +10,10 @@ import pytest
 from grpo_kernels.implementations import assumed_chip
 
 from grpo_jax.engines import (
-  continuous_batching,
   decoding,
   kv_cache,
   sampler_inputs,
+  sampler_programs,
   sampler_sizes,
   sampler_weights,
   weight_sync,
@@ -133,7 +133,7 @@ def decode_on(shape, form, **sizes):
   place = lambda x, at: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=at)
   tree = jax.tree.map(place, shapes, lies)
   given = described.described(model_config, tree, rows=16, sizes=SIZES, form=form)
-  program = continuous_batching._decode.lower(*given.decode, options=given.options).compile()
+  program = sampler_programs._decode.lower(*given.decode, options=given.options).compile()
   return hlo_collectives.collectives(program.as_text(), devices=8), model_config
 
 

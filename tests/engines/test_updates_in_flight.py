@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.engines import continuous_batching, sampler_sizes
+from grpo_jax.engines import sampler_programs, sampler_sizes
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.learn import sharding
 from grpo_jax.models import leaves, quantized, transformer
@@ -292,7 +292,7 @@ def test_on_a_mesh_the_ring_stays_where_it_is_as_completions_are_read_again(shap
   lies = sharding.param_shardings(transformer.logical_axes(model_config), mesh, shapes=shapes)
   place = lambda x, at: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=at)
   given = described.described(model_config, jax.tree.map(place, shapes, lies), rows=16, sizes=SIZES)
-  sampled = continuous_batching.Programs().jobs(
+  sampled = sampler_programs.Programs().jobs(
     given.decode[0], given.options, SIZES, reads_again=True
   )
   (job,) = [job for job in sampled if job.name.startswith("reading completions again")]

@@ -11,9 +11,9 @@ from grpo_kernels.implementations import assumed_chip, chip_of
 
 from grpo_jax.compilation.programs import abstract
 from grpo_jax.engines import (
-  continuous_batching,
   kv_cache,
   sampler_inputs,
+  sampler_programs,
   sampler_sizes,
   sampler_weights,
   scheduling,
@@ -90,15 +90,15 @@ def compiled(machine: str, rows: int, layers: int, dtype: str = "bfloat16", **ch
     options = sizes.applied(options)
     weights = sampler_weights.described(params, options)
     own, pages = (
-      continuous_batching._described(make, *arguments, options)
+      sampler_programs._described(make, *arguments, options)
       for make, arguments in (
-        (continuous_batching._empty_own, (sizes.blocks, sizes.rows, sizes.columns)),
-        (continuous_batching._empty_pages, ((sizes.pages,), sizes.page)),
+        (sampler_programs.empty_own, (sizes.blocks, sizes.rows, sizes.columns)),
+        (sampler_programs.empty_pages, ((sizes.pages,), sizes.page)),
       )
     )
-    state = scheduling.make_rows([], rows, {}, **continuous_batching._row_layout(options, sizes))
+    state = scheduling.make_rows([], rows, {}, **sampler_programs.row_layout(options, sizes))
     given = weights, pages, own, abstract(state), abstract(np.int32(0))
-    made = continuous_batching._decode.lower(*given, options=options).compile()
+    made = sampler_programs._decode.lower(*given, options=options).compile()
   caches = frozenset(x.shape for x in jax.tree.leaves([own, pages]))
   temporary = made.memory_analysis().temp_size_in_bytes
   return Compiled(
