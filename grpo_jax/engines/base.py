@@ -221,6 +221,7 @@ def check_requests(
   vocab_size: int,
   max_length: int,
   can_decode: bool,
+  max_completion: int | None = None,
 ) -> None:
   """Rejects requests that cannot be served, all of them in one message.
 
@@ -229,6 +230,8 @@ def check_requests(
     vocab_size: Size of the vocabulary; ids must be below it.
     max_length: Longest prompt and completion together, in tokens.
     can_decode: Whether completions can be decoded, to look for stop strings.
+    max_completion: Tokens of the longest completion that the engine has memory for; None: any
+      number.
 
   Raises:
     ValueError: Names each request and what is wrong with it (the first eight).
@@ -237,6 +240,7 @@ def check_requests(
     "vocab_size": vocab_size,
     "max_length": max_length,
     "can_decode": can_decode,
+    "max_completion": max_completion,
   }
   problems = [
     f"request {request.request_id!r}: {problem}"
@@ -256,6 +260,7 @@ def _problems(
   vocab_size: int,
   max_length: int,
   can_decode: bool,
+  max_completion: int | None,
 ) -> list[str]:
   ids, sampling = request.prompt_ids, request.sampling
   problems = []
@@ -268,6 +273,11 @@ def _problems(
     problems.append(
       f"prompt of {len(ids)} + max_tokens {sampling.max_tokens} = "
       f"{len(ids) + sampling.max_tokens} tokens exceeds the limit of {max_length}"
+    )
+  if max_completion is not None and sampling.max_tokens > max_completion:
+    problems.append(
+      f"max_tokens {sampling.max_tokens} exceeds {max_completion}, the tokens of the longest"
+      " completion whose keys and values fit into the cache"
     )
   if not 0 <= request.seed < 2**64:
     problems.append(f"seed must be in [0, 2**64), got {request.seed}")

@@ -1,12 +1,14 @@
 """The sampler's work in progress: its queue, its rows, and their caches.
 
 The caches keep their planned sizes, so that a few programs serve all requests. Requests beyond the
-plan make them grow, to powers of two. An idle batcher starts again at the first step, so what it
-computes does not depend on earlier requests.
+plan make them grow, to powers of two. Where memory does not suffice for all rows, the youngest
+completions are put back into the queue, and are read again when they continue. An idle batcher
+starts again at the first step, so what it computes does not depend on earlier requests.
 """
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,7 +47,10 @@ class Stats:
   decode_steps: int = 0
   row_steps: int = 0  # decode steps × rows computed, including idle rows.
   sampled_tokens: int = 0
-  recomputed_tokens: int = 0  # of prompts and completions that new weights have read again.
+  # Of prompts and completions that new weights have read again, and of completions that had waited
+  # or whose cache was made again.
+  recomputed_tokens: int = 0
+  preemptions: int = 0  # completions that were put back into the queue for lack of memory.
 
 
 class ContinuousBatcher:
@@ -71,7 +76,8 @@ class ContinuousBatcher:
     """
     self.options = options
     self._sizes = sizes
-    self._counts = scheduling.row_counts(sizes.rows)
+    self._first_blocks = sizes.blocks
+    self._counts: tuple[int, ...] = ()  # of rows, for which programs of the cache are compiled.
     self._decode_text = decode_text
     self._stats = stats
     self._programs = programs
@@ -143,7 +149,8 @@ class ContinuousBatcher:
 
   def tokens_of(self, owner: Any) -> int:
     """Returns the number of tokens of an owner's unfinished completions."""
-    return sum(len(c.token_ids) for c in self._active if c.owner is owner)
+    begun = itertools.chain(self._active, self._waiting)
+    return sum(len(c.token_ids) for c in begun if c.owner is owner)
 
   def _extend(
     self, completion: RunningCompletion, ids: np.ndarray, logprobs: np.ndarray, version: int
@@ -177,20 +184,31 @@ class ContinuousBatcher:
     prompts = {c.key: (c.request.prompt_ids[:-1], self._slots[c.key]) for c in self._active}
     self._slots = {key: slot for key, (_, slot) in prompts.items()}
     self._stats.recomputed_tokens += self._read_prompts(list(prompts.values()), weights)
+    self._read_sampled(self._active, weights)
+
+  def _read_sampled(
+    self, completions: Sequence[RunningCompletion], weights: sampler_weights.SamplerWeights
+  ) -> None:
+    """Computes the columns of completions whose prompts are in the pages."""
     layout = sampler_programs.piece_layout(self.options, self._sizes)
     options = self._sizes.applied(self.options)
-    for pieces in scheduling.make_pieces(self._active, self._slots, **layout, step=self._step):
+    for pieces in scheduling.make_pieces(completions, self._slots, **layout, step=self._step):
       arguments = (weights, self._prompts, self._own, pieces)
       self._own = self._programs.read_again(*arguments, options=options)
-    self._stats.recomputed_tokens += sum(len(c.token_ids) for c in self._active)
+    self._stats.recomputed_tokens += sum(len(c.token_ids) for c in completions)
 
   def _admit(self, weights: sampler_weights.SamplerWeights) -> None:
     """Moves waiting completions into free rows, and prefills their prompts."""
+    blocks = self._blocks_of_active()
+    self._preempt(len(self._active) - self._rows_of(blocks))
     self._release_slots({c.key for c in self._waiting})
     self._fit_pages()
     new, missing = [], []
-    while self._waiting and len(self._active) + len(new) < self._sizes.rows:
+    while self._waiting:
       completion = self._waiting[0]
+      with_it = max(blocks, self._blocks_for([completion]))
+      if len(self._active) + len(new) >= self._rows_of(with_it):
+        break
       key = self._key_with_room(completion)
       if key not in self._slots:
         if not self._take_pages(key, completion):
@@ -199,11 +217,48 @@ class ContinuousBatcher:
       completion.key = key
       self._slots[key].users += 1
       new.append(self._waiting.popleft())
+      blocks = with_it
+    blocks = blocks if new else max(blocks, self._sizes.blocks)
+    if self._rows_of(blocks) != self._rows_of(self._sizes.blocks):  # the cache is made again.
+      new, self._active, self._own = [*self._active, *new], [], []
+    self._fit_own(blocks)
     self._place(new)
-    self._fit_own()
     self._prefill_all([(c.request.prompt_ids[:-1], self._slots[c.key]) for c in missing], weights)
+    self._read_sampled([c for c in new if c.token_ids], weights)
     for completion in new:
-      completion.prompt_experts = self._slots[completion.key].experts
+      if completion.prompt_experts is None:
+        completion.prompt_experts = self._slots[completion.key].experts
+
+  def _rows_of(self, blocks: int) -> int:
+    return self._sizes.rows_of(blocks, self.options)
+
+  def _blocks_of(self, tokens: int) -> int:
+    """Returns the blocks for completions of that many tokens, never fewer than planned."""
+    return max(self._sizes.blocks_of(tokens, self.options), self._first_blocks)
+
+  def _blocks_for(self, completions: Sequence[RunningCompletion]) -> int:
+    """Returns the blocks that completions need for the next chunk."""
+    return self._blocks_of(scheduling.longest(completions, self.options.chunk))
+
+  def _blocks_of_active(self) -> int:
+    """Returns the blocks for the completions that have a row.
+
+    There are fewer than now if requests wait that would find rows, but only if completions may
+    double in length before the rows are too many again.
+    """
+    now, needed = self._sizes.blocks, self._blocks_for(self._active)
+    fewer = self._blocks_of(2 * scheduling.longest(self._active, self.options.chunk))
+    has_room = self._rows_of(fewer) > self._rows_of(now)
+    return fewer if self._waiting and has_room else max(now, needed)
+
+  def _preempt(self, count: int) -> None:
+    """Puts the youngest completions back to the head of the queue; they keep their tokens."""
+    for completion in scheduling.youngest(self._active, count):
+      self._leave(completion)
+      completion.row, completion.key = -1, scheduling.prompt_key(completion.request)
+      self._waiting.appendleft(completion)
+      self._stats.preemptions += 1
+    self._active = [c for c in self._active if c.row >= 0]
 
   def _key_with_room(self, completion: RunningCompletion) -> bytes:
     """Returns the key of a copy of the prompt that has room for one more row."""
@@ -256,20 +311,16 @@ class ContinuousBatcher:
       completion.row = next(free)
     self._active += new
 
-  def _fit_own(self) -> None:
-    """Makes the cache of sampled tokens, or a longer one if completions need it."""
-    chunk, columns = self.options.chunk, self._sizes.columns
-    longest = max(
-      min(len(c.token_ids) + chunk, c.request.sampling.max_tokens) for c in self._active
-    )
-    before, blocks = self._sizes.blocks, scheduling.power_of_two(-(-longest // columns))
-    blocks = blocks if blocks > before else before
-    if self._own and blocks == before:
-      return
+  def _fit_own(self, blocks: int) -> None:
+    """Makes the cache of sampled tokens, or a longer one with the same rows."""
+    columns, before = self._sizes.columns, self._sizes.blocks
+    blocks = max(blocks, before) if self._own else blocks
     self._sizes = dataclasses.replace(self._sizes, blocks=blocks)
     if not self._own:
-      self._own = sampler_programs.empty_own(blocks, self._sizes.rows, columns, self.options)
-    else:
+      self._counts = scheduling.row_counts(self._rows_of(blocks))
+      shape = sampler_programs.own_shape(self.options, self._sizes)
+      self._own = sampler_programs.empty_own(*shape, self.options)
+    elif blocks > before:
       newest = (self._step - 1) // columns
       held = lambda window: [ring_cache.held_blocks(n, window, columns) for n in (before, blocks)]
       counts = [held(kind.window) for kind in self.options.config.kinds]

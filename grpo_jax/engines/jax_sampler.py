@@ -80,6 +80,7 @@ class JaxSampler:
     devices: Sequence[Any] | None = None,
     record_experts: bool = False,
     cache_dtype: str | None = None,
+    sampled_bytes: int | None = None,
   ):
     """Makes a sampler without weights; call `load_weights` before `generate`.
 
@@ -132,8 +133,11 @@ class JaxSampler:
       record_experts: Whether generations have the experts that their tokens went through; of a
         model without experts there are none.
       cache_dtype: Dtype of stored keys and values, "bfloat16" or "int8"; None: the compute dtype.
+      sampled_bytes: Bytes of each device that keys and values of sampled tokens may take. Where
+        they do not suffice for all rows, the youngest completions wait, and continue later. None:
+        the cache grows as long as memory lasts.
     """
-    _check_sizes(config, max_rows, chunk_tokens, num_valid_tokens)
+    sampler_memory.check_sizes(config, max_rows, chunk_tokens, num_valid_tokens)
     self._config = config
     self._decode_text = decode
     self._max_rows = max_rows
@@ -159,6 +163,7 @@ class JaxSampler:
       completion_tokens,
       long_prompts=long_prompts,
       whole_caches=whole_caches,
+      sampled_bytes=sampled_bytes,
     )
     self._in_flight_updates, self._has_filters = in_flight_updates, has_filters
     self._programs = Programs()
@@ -244,7 +249,8 @@ class JaxSampler:
     weights, options = self._weight_sync.described(params)
     first = self._weight_sync.jobs(params, options)
     with self._at_home():
-      kinds = {"reads_again": self._in_flight_updates, "has_filters": self._has_filters}
+      reads_again = self._in_flight_updates or self._sizes.sampled_bytes is not None
+      kinds = {"reads_again": reads_again, "has_filters": self._has_filters}
       own = self._programs.jobs(weights, options, self._sizes, **kinds)
     return [*first, *own]
 
@@ -269,8 +275,10 @@ class JaxSampler:
     return jax.default_device(self._devices[0])
 
   def metrics(self) -> dict[str, float]:
-    """Returns what the newest sync took, and what it lost of an adapter."""
-    return {**self._sync, **self._weight_sync.metrics()}
+    """Returns what the newest sync took, what it lost of an adapter, and what lacked memory."""
+    preempted = {"engine/preemptions": float(self.stats.preemptions)}
+    bounded = {} if self._sizes.sampled_bytes is None else preempted
+    return {**self._sync, **self._weight_sync.metrics(), **bounded}
 
   def release(self) -> None:
     """Frees the copies of the weights until the next `load_weights`, and caches except on CPUs.
@@ -311,6 +319,7 @@ class JaxSampler:
       vocab_size=self._config.vocab_size,
       max_length=self._max_length,
       can_decode=self._decode_text is not None,
+      max_completion=self._sizes.longest(self._options),
     )
     with self._lock:
       self._check_ready()
@@ -474,17 +483,6 @@ class JaxSampler:
       call.deliver(generation)
     for call in calls:
       call.progress(unfinished[id(call)])
-
-
-def _check_sizes(
-  config: ModelConfig, max_rows: int, chunk_tokens: int, num_valid_tokens: int | None
-) -> None:
-  if max_rows < 1 or chunk_tokens < 1:
-    raise ValueError(f"max_rows and chunk_tokens must be positive: {max_rows}, {chunk_tokens}")
-  if num_valid_tokens is not None and not 1 <= num_valid_tokens <= config.vocab_size:
-    raise ValueError(
-      f"num_valid_tokens must be in [1, vocab_size = {config.vocab_size}], got {num_valid_tokens}"
-    )
 
 
 def make(

@@ -33,6 +33,8 @@ from grpo_jax.models.config import ModelConfig
 LayerCache = tuple[Stored, Stored]
 Cache = list[LayerCache]
 
+WINDOW_MULTIPLE = 64  # columns of a window are rounded up to it, at most.
+
 
 def token_bytes(options: ProgramOptions) -> dict[int | None, int]:
   """Returns the bytes of the keys and values of one token in all layers of each window."""
@@ -40,6 +42,31 @@ def token_bytes(options: ProgramOptions) -> dict[int | None, int]:
   of_layer = 2 * config.num_kv_heads * stored_keys.head_bytes(options)
   layers = collections.Counter(kind.window for kind in config.kinds)
   return {window: count * of_layer for window, count in layers.items()}
+
+
+def row_bytes(columns: int, options: ProgramOptions) -> int:
+  """Returns the most bytes that a row of that many columns takes on a device that has it."""
+  width = lambda window: held(columns, window, multiple=min(WINDOW_MULTIPLE, columns))
+  taken = sum(width(window) * size for window, size in token_bytes(options).items())
+  return taken // _parts(options.head_axis, options)
+
+
+def fitting_rows(room: int, wanted: int, columns: int, options: ProgramOptions) -> int:
+  """Returns how many of the wanted rows fit into `room` bytes of each device.
+
+  If devices have parts of the wanted rows, they have equal parts of those that fit.
+  """
+  parts = _parts(options.row_axes, options)
+  parts = 1 if wanted % parts else parts
+  return min(wanted, parts * (room // row_bytes(columns, options)))
+
+
+def _parts(axes: Any, options: ProgramOptions) -> int:
+  """Returns the number of parts into which mesh axes split an array."""
+  if options.mesh is None:
+    return 1
+  names = (axes,) if isinstance(axes, str) else axes or ()
+  return math.prod(options.mesh.shape[name] for name in names)
 
 
 def held(columns: int, window: int | None, *, multiple: int) -> int:
@@ -154,7 +181,7 @@ def rows_spec(count: int, options: ProgramOptions) -> tuple[str, ...] | None:
   """Returns the mesh axes that split a number of rows; None: every device has all of them."""
   if options.mesh is None:
     return None
-  parts = math.prod(options.mesh.shape[axis] for axis in options.row_axes)
+  parts = _parts(options.row_axes, options)
   return options.row_axes if parts > 1 and count % parts == 0 else None
 
 

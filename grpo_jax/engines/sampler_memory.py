@@ -118,10 +118,12 @@ def sizes_for(
   *,
   long_prompts: int | None,
   whole_caches: bool,
+  sampled_bytes: int | None = None,
 ) -> sampler_sizes.SamplerSizes:
   """Returns the sizes of the caches: fixed if the longest prompt and completion are planned."""
   if prompt_tokens is None or completion_tokens is None:
-    return sampler_sizes.unplanned(max_rows, form=options.form)
+    sizes = sampler_sizes.unplanned(max_rows, form=options.form)
+    return dataclasses.replace(sizes, sampled_bytes=sampled_bytes)
   return sampler_sizes.planned(
     max_rows,
     prompt_tokens=prompt_tokens,
@@ -130,4 +132,21 @@ def sizes_for(
     token_bytes=kv_cache.token_bytes(options),
     form=options.form,
     whole_caches=whole_caches,
+    sampled_bytes=sampled_bytes,
   )
+
+
+def check_sizes(
+  config: ModelConfig, max_rows: int, chunk_tokens: int, num_valid_tokens: int | None
+) -> None:
+  """Refuses sizes of a sampler that are not positive, or ids that the model lacks.
+
+  Raises:
+    ValueError: A size is wrong.
+  """
+  if max_rows < 1 or chunk_tokens < 1:
+    raise ValueError(f"max_rows and chunk_tokens must be positive: {max_rows}, {chunk_tokens}")
+  if num_valid_tokens is not None and not 1 <= num_valid_tokens <= config.vocab_size:
+    raise ValueError(
+      f"num_valid_tokens must be in [1, vocab_size = {config.vocab_size}], got {num_valid_tokens}"
+    )

@@ -77,7 +77,7 @@ class Programs:
     chunk = abstract(next(scheduling.make_chunks(prompt, pools=pools, tokens=sizes.prefill)))
     detail = f"{sizes.prefill} tokens"
     jobs = [self.prefill.job(weights, pages, chunk, options=options, detail=detail)]
-    for count in scheduling.row_counts(sizes.rows):
+    for count in scheduling.row_counts(sizes.rows_of(sizes.blocks, options)):
       rows = scheduling.make_rows([], count, {}, **row_layout(options, sizes))
       arguments = (weights, pages, own, abstract(rows), abstract(np.int32(0)))
       for chosen, kind in _variants(options, has_filters):
@@ -124,8 +124,13 @@ def caches(options: sampler_inputs.ProgramOptions, sizes: SamplerSizes) -> tuple
     sizes: Planned sizes.
   """
   options = sizes.applied(options)
-  own = _described(empty_own, sizes.blocks, sizes.rows, sizes.columns, options)
+  own = _described(empty_own, *own_shape(options, sizes), options)
   return own, _described(empty_pages, page_counts(options, sizes), sizes.page, options)
+
+
+def own_shape(options: sampler_inputs.ProgramOptions, sizes: SamplerSizes) -> tuple[int, int, int]:
+  """Returns blocks, rows and columns of a block of the sampled tokens' cache."""
+  return sizes.blocks, sizes.rows_of(sizes.blocks, options), sizes.columns
 
 
 def page_counts(options: sampler_inputs.ProgramOptions, sizes: SamplerSizes) -> tuple[int, ...]:

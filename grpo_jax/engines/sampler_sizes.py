@@ -5,11 +5,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from grpo_jax.engines import kv_cache, prompt_pages, sampler_inputs
+from grpo_jax.engines import kv_cache, prompt_pages, sampler_inputs, scheduling
 from grpo_jax.engines.prompt_pages import Pool
 from grpo_jax.models.config import ModelConfig
 
 _CACHE_BYTES = 4 << 30
+_MOST_BLOCKS = 1 << 31
 _PIECE = 128  # more tokens mean more padding, fewer mean more reading of prompts.
 
 
@@ -28,6 +29,8 @@ class SamplerSizes:
     prompts: Prompts of the largest length that find room at the same time; 0: one for each row.
     is_planned: Whether prompts wait for pages instead of more pages being made.
     at_once: Pages read by one round of a loop; None: all pages of a prompt.
+    sampled_bytes: Bytes of each device that keys and values of sampled tokens may take; None: any
+      number. Where completions are longer, the cache then has fewer rows.
   """
 
   rows: int
@@ -40,6 +43,7 @@ class SamplerSizes:
   prompts: int = 0
   is_planned: bool = False
   at_once: int | None = 1
+  sampled_bytes: int | None = None
 
   @property
   def piece(self) -> int:
@@ -60,6 +64,28 @@ class SamplerSizes:
     table = prompt_pages.table_of(window, self.table, self.page)
     count = max((self.prompts or self.rows) * table, self.rows)
     return Pool(window, table, self.page, min(count, self.pages))
+
+  def rows_of(self, blocks: int, options: sampler_inputs.ProgramOptions) -> int:
+    """Returns the number of rows that the cache of sampled tokens has with a number of blocks."""
+    if self.sampled_bytes is None or not blocks:
+      return self.rows
+    return kv_cache.fitting_rows(self.sampled_bytes, self.rows, blocks * self.columns, options)
+
+  def blocks_of(self, tokens: int, options: sampler_inputs.ProgramOptions) -> int:
+    """Returns the blocks for completions of that many tokens, one of a few numbers.
+
+    It is a power of two, or the most blocks with which the cache has a row.
+    """
+    blocks = scheduling.power_of_two(-(-tokens // self.columns))
+    return blocks if self.rows_of(blocks, options) else self._most_blocks(options)
+
+  def longest(self, options: sampler_inputs.ProgramOptions) -> int | None:
+    """Returns the tokens of the longest completion that has a row; None: any number."""
+    return None if self.sampled_bytes is None else self._most_blocks(options) * self.columns
+
+  def _most_blocks(self, options: sampler_inputs.ProgramOptions) -> int:
+    rows = lambda blocks: -self.rows_of(blocks, options)
+    return bisect.bisect_left(range(1, _MOST_BLOCKS), 0, key=rows)
 
   def applied(self, options: sampler_inputs.ProgramOptions) -> sampler_inputs.ProgramOptions:
     return dataclasses.replace(options, pages_at_once=self.at_once or self.table)
@@ -87,6 +113,7 @@ def planned(
   token_bytes: Mapping[int | None, int],
   form: str,
   whole_caches: bool = False,
+  sampled_bytes: int | None = None,
 ) -> SamplerSizes:
   """Returns sizes for all requests within the limits, with caches of at most 4 GiB each.
 
@@ -102,14 +129,19 @@ def planned(
     token_bytes: Bytes of the keys and values of a token, by the window of the layers.
     form: Form of the cache; see `unplanned`.
     whole_caches: Whether caches may be larger than that, because their memory was counted before.
+    sampled_bytes: Bytes that the cache of sampled tokens may take; see `SamplerSizes`.
   """
   sizes, step = unplanned(rows, form=form), 16 if form == "ring" else 64
   page = min(sizes.page, -(-max(prompt_tokens - 1, 1) // step) * step)
   table = -(-max(prompt_tokens - 1, 1) // page)
   longest, pages = completion_tokens, max(long_prompts * table, rows)
   made = dataclasses.replace(sizes, page=page, table=table, prompts=long_prompts)
+  made = dataclasses.replace(made, sampled_bytes=sampled_bytes)
+  limits = [sampled_bytes, None if whole_caches else _CACHE_BYTES]
+  if room := min((limit for limit in limits if limit is not None), default=None):
+    fitting = _fitting_tokens(room // rows, token_bytes) // sizes.columns * sizes.columns
+    longest = min(longest, max(fitting, sizes.columns))
   if not whole_caches:
-    longest = min(longest, max(_fitting_tokens(_CACHE_BYTES // rows, token_bytes), sizes.columns))
     pages = _fitting_pages(dataclasses.replace(made, pages=pages), token_bytes)
   columns = -(-longest // step) * step
   columns = min(sizes.columns, columns) if form == "ring" else columns
@@ -120,7 +152,8 @@ def planned(
 def _fitting_tokens(room: int, token_bytes: Mapping[int | None, int]) -> int:
   """Returns how many tokens of a row fit; a layer with a window keeps as many as it has."""
   kept = lambda count: sum(
-    size * min(count, window or count) for window, size in token_bytes.items()
+    size * kv_cache.held(count, window, multiple=kv_cache.WINDOW_MULTIPLE)
+    for window, size in token_bytes.items()
   )
   return bisect.bisect_right(range(1 << 31), room, key=kept) - 1
 

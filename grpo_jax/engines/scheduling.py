@@ -91,6 +91,22 @@ def prompt_key(request: GenerationRequest, *, copy: int = 0) -> bytes:
   return np.concatenate([ids, np.full(copy, -1)]).tobytes() if copy else ids.tobytes()
 
 
+def longest(completions: Sequence[RunningCompletion], chunk: int) -> int:
+  """Returns the tokens of the longest completion at the end of the next chunk of decode steps."""
+  lengths = (min(len(c.token_ids) + chunk, c.request.sampling.max_tokens) for c in completions)
+  return max(lengths, default=0)
+
+
+def youngest(active: Sequence[RunningCompletion], count: int) -> list[RunningCompletion]:
+  """Returns the completions with the fewest sampled tokens, the first to be preempted first.
+
+  What they have costs least to be read again, and those that stay are nearest to their ends. Of
+  equally long ones the last to be admitted come first, so groups stay together.
+  """
+  by_length = sorted(reversed(active), key=lambda c: len(c.token_ids))
+  return by_length[: max(count, 0)]
+
+
 def options_for(
   active: Sequence[RunningCompletion], options: sampler_inputs.ProgramOptions
 ) -> sampler_inputs.ProgramOptions:

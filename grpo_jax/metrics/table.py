@@ -140,6 +140,12 @@ METRICS: dict[str, Definition] = {
   "engine/restarts": Definition(
     "count", "servers replaced since the run was started or resumed", "0"
   ),
+  "engine/preemptions": Definition(
+    "count",
+    "completions that the embedded sampler put back for lack of memory and continued later, since"
+    " the run was started or resumed",
+    "0",
+  ),
   "engine/retries": Definition("count", "requests sent again since then", "0"),
   "lora/merged_share": Definition(
     "share",

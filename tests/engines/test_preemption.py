@@ -1,0 +1,120 @@
+"""Completions that are put back into the queue because the cache has no room for all rows."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from grpo_jax.engines import kv_cache, sampler_inputs, sampler_sizes, scheduling
+from grpo_jax.models.config import LayerKind
+from grpo_jax.models.mixture import Mixture
+from grpo_jax.models.products import Products
+from tests.engines import tiny, updates
+
+# One layer keeps a window that is shorter than a block; the other one has experts of all tokens.
+KINDS = (LayerKind(20), LayerKind())
+CONFIG = tiny.config("qwen3", layer_kinds=KINDS, mixture=Mixture(4, 2, 12, normalised=True))
+PROMPTS = [[5, 9, 2], list(range(40)) * 2, [7]]
+
+
+def options_of(config=CONFIG, **settings):
+  return sampler_inputs.ProgramOptions(config, Products(), chunk=4, **settings)
+
+
+def requests_of(least, most):
+  """Returns nine completions of unequal limits."""
+  rng = np.random.default_rng(0)
+  return [
+    tiny.request(f"{p}.{g}", ids, seed=10 * p + g, max_tokens=int(rng.integers(least, most)))
+    for p, ids in enumerate(PROMPTS)
+    for g in range(3)
+  ]
+
+
+def bounded(rows, *, config=CONFIG, **settings):
+  """Returns a sampler with memory for 64 columns of each of its rows."""
+  room = rows * kv_cache.row_bytes(64, options_of(config))
+  sizes = {"prompt_tokens": 80, "completion_tokens": 140, "group_size": 3, "sampled_bytes": room}
+  return tiny.sampler(config, max_rows=rows, **sizes, **settings)
+
+
+def blocks_of(engine):
+  assert engine._session is not None
+  return engine._session._sizes.blocks
+
+
+@pytest.mark.parametrize("form", ["ring", "rows"])
+@pytest.mark.long
+def test_a_completion_that_waited_for_memory_is_the_same(form):
+  requests, settings = requests_of(70, 110), {"form": form, "record_experts": True}
+  with tiny.sampler(CONFIG, max_rows=9, group_size=3, **settings) as engine:
+    wanted = tiny.run(engine, requests)
+    assert engine.stats.preemptions == 0 and "engine/preemptions" not in engine.metrics()
+  with bounded(9, **settings) as engine:
+    found = tiny.run(engine, requests)
+    assert engine.metrics()["engine/preemptions"] == engine.stats.preemptions >= 3
+    assert engine.stats.sampled_tokens == sum(len(x.token_ids) for x in wanted.values())
+    assert blocks_of(engine) == 2
+    tiny.run(engine, tiny.groups(PROMPTS, 3, max_tokens=2))  # these need all rows.
+    assert blocks_of(engine) == 1
+  for name, generation in wanted.items():
+    same = found[name]
+    assert same.token_ids.tolist() == generation.token_ids.tolist()
+    assert same.weight_versions.tolist() == generation.weight_versions.tolist()
+    assert same.finish_reason is generation.finish_reason
+    np.testing.assert_allclose(same.logprobs, generation.logprobs, atol=2e-5)
+    np.testing.assert_array_equal(same.prompt_experts, generation.prompt_experts)
+    np.testing.assert_array_equal(same.experts, generation.experts)
+
+
+@pytest.mark.long
+def test_new_weights_that_come_while_completions_wait_read_them_too():
+  config = tiny.config(num_layers=1)
+  requests, trees = requests_of(100, 140), [tiny.params(config, seed) for seed in range(3)]
+  engine = bounded(9, config=config, version=0)
+  found = updates.run(engine, requests, trees[1:], (5, 24))
+  assert engine.stats.preemptions > 3
+  wanted = updates.trainer_logprobs(config, trees, requests, found)
+  assert updates.mismatch(found, wanted) < 1e-5
+  assert {int(v) for x in found.values() for v in x.weight_versions} == {0, 1, 2}
+
+
+def test_the_youngest_are_put_back_and_groups_stay_together():
+  active = [
+    scheduling.RunningCompletion(tiny.request(i, [1]), None, b"", token_ids=[0] * tokens)
+    for i, tokens in enumerate([5, 3, 3, 3, 9])
+  ]
+  names = lambda count: [c.request.request_id for c in scheduling.youngest(active, count)]
+  assert names(2) == ["3", "2"] and names(4) == ["3", "2", "1", "0"] and names(-1) == []
+  assert scheduling.longest(active, 4) == 12 and scheduling.longest([], 4) == 0
+
+
+def test_longer_completions_leave_fewer_rows_of_the_same_memory():
+  options = options_of()
+  of_token = kv_cache.token_bytes(options)
+  room = 16 * kv_cache.row_bytes(64, options)
+  sizes = sampler_sizes.unplanned(16, form="rows")
+  assert sizes.rows_of(50, options) == 16 and sizes.longest(options) is None
+  sizes = dataclasses.replace(sizes, sampled_bytes=room)
+  # The layer with a window keeps 64 columns of every row.
+  for blocks in (1, 2, 3, 8):
+    row = 64 * (of_token[20] + blocks * of_token[None])
+    assert sizes.rows_of(blocks, options) == min(room // row, 16)
+  most = (sizes.longest(options) or 0) // 64
+  assert sizes.rows_of(most, options) == 1 and sizes.rows_of(most + 1, options) == 0
+  assert sizes.blocks_of(100, options) == 2 and sizes.blocks_of(64 * most, options) == most
+
+
+def test_planned_caches_stay_within_their_memory():
+  limits = {"prompt_tokens": 30, "completion_tokens": 1 << 15, "long_prompts": 8}
+  for whole in (False, True):
+    settings = {**limits, "token_bytes": {None: 1000}, "form": "rows", "whole_caches": whole}
+    sizes = sampler_sizes.planned(64, **settings, sampled_bytes=64 * 10_050 * 1000)
+    assert sizes.blocks * sizes.columns == 10_048  # of whole tiles of 64 columns.
+
+
+def test_a_completion_for_which_no_memory_suffices_is_refused_by_name():
+  engine = bounded(2, config=tiny.config(num_layers=1))
+  requests = [tiny.request("fits", [1, 2], max_tokens=128)]
+  with pytest.raises(ValueError, match="'long': max_tokens 129 exceeds 128, the tokens of the lon"):
+    engine.generate([*requests, tiny.request("long", [1, 2], max_tokens=129)])
