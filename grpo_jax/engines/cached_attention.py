@@ -25,9 +25,11 @@ def over_pages(
 ) -> Partial:
   """Adds attention to the first `lengths` tokens of the pages that `tables` lists.
 
+  Rounds end with the pages of the longest of `lengths`, however many pages a table has room for.
   Queries see the tokens from number `first` on; None: all. See `Tables.local`.
   """
   size, at_once = pages[0].shape[2], min(options.pages_at_once, tables.shape[1])
+  tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % at_once)))
   inside = jnp.arange(at_once * size).reshape(at_once, size)
   contract = options.products.contract
 

@@ -6,8 +6,8 @@
   with the queries of their readers is attention to the prompts. More rows of a prompt get a copy of
   its pages.
 
-No loop depends on data: the host would be asked before each round. `cache_forms` says what each
-function is for, and `kv_cache` has the letters of sizes.
+No loop of a decode step depends on data: the host would be asked before each round. `cache_forms`
+says what each function is for, and `kv_cache` has the letters of sizes.
 """
 
 from typing import Any
@@ -264,7 +264,8 @@ def over_past(
 ) -> Partial:
   """Adds attention to the first `past` tokens of each piece's row.
 
-  Queries see these tokens from number `first` on; None: all.
+  Queries see these tokens from number `first` on; None: all. Columns after the longest `past` are
+  not read.
   """
   columns, contract = own[0].shape[2], options.products.contract
   width = cached_attention.divisor(columns, at_most=_COLUMNS_AT_ONCE)
@@ -285,4 +286,5 @@ def over_past(
     mix = lambda weights: stored_keys.mixed(contract, "bkmc,bkce->bkme", weights, values)
     return parts.joined(found, parts.softmax(scores, mask, mix, options.products))
 
-  return jax.lax.fori_loop(0, columns // width, add_some, found)
+  rounds = (jnp.minimum(jnp.max(past), columns) + width - 1) // width
+  return jax.lax.fori_loop(0, rounds, add_some, found)

@@ -28,7 +28,7 @@ class SamplerSizes:
     pages: Pages of all prompts, in layers without a window; 0: as many as the requests need.
     prompts: Prompts of the largest length that find room at the same time; 0: one for each row.
     is_planned: Whether prompts wait for pages instead of more pages being made.
-    at_once: Pages read by one round of a loop; None: all pages of a prompt.
+    at_once: Pages read by one round of a loop.
     sampled_bytes: Bytes of each device that keys and values of sampled tokens may take; None: any
       number. Where completions are longer, the cache then has fewer rows.
   """
@@ -42,7 +42,7 @@ class SamplerSizes:
   pages: int = 0
   prompts: int = 0
   is_planned: bool = False
-  at_once: int | None = 1
+  at_once: int = 1
   sampled_bytes: int | None = None
 
   @property
@@ -88,7 +88,7 @@ class SamplerSizes:
     return bisect.bisect_left(range(1, _MOST_BLOCKS), 0, key=rows)
 
   def applied(self, options: sampler_inputs.ProgramOptions) -> sampler_inputs.ProgramOptions:
-    return dataclasses.replace(options, pages_at_once=self.at_once or self.table)
+    return dataclasses.replace(options, pages_at_once=self.at_once)
 
 
 def unplanned(rows: int, *, form: str) -> SamplerSizes:
@@ -101,7 +101,7 @@ def unplanned(rows: int, *, form: str) -> SamplerSizes:
   """
   if form == "ring":
     return SamplerSizes(rows, prefill=160, page=64, columns=64)
-  return SamplerSizes(rows, prefill=1024, page=256, columns=64, at_once=None)
+  return SamplerSizes(rows, prefill=1024, page=256, columns=64, at_once=4)
 
 
 def planned(
