@@ -354,7 +354,7 @@ def _bytes_as(itemsize: int, tree: Any) -> int:
 def _with_rows(
   config: Config, model: ModelConfig, mesh: Mesh, left: int, wanted: int
 ) -> tuple[Rows, Config]:
-  """Chooses the sampler's rows, unless the config has them.
+  """Chooses the sampler's rows and the memory of sampled tokens, unless the config has them.
 
   Args:
     config: Config of the run.
@@ -376,11 +376,14 @@ def _with_rows(
     rows=devices // heads,
     cache_dtype=config.engine.cache_dtype,
   )
-  if config.engine.max_rows is not None:
+  if config.engine.max_rows is None:
+    rows = sampler_memory.most_rows(sampler, wanted, left)
+  else:
     sizes = run_options.sampler_sizes(config)
-    return sampler.of(sizes["max_rows"], whole_caches=sizes["whole_caches"]), config
-  rows = sampler_memory.most_rows(sampler, wanted, left)
-  return rows, chosen_options.resolved(config, {chosen_options.ROWS: rows.count})
+    rows = sampler.of(sizes["max_rows"], whole_caches=sizes["whole_caches"])
+  most = sampler.most_sampled(rows.count, left, whole_caches=rows.whole_caches)
+  chosen = {chosen_options.ROWS: rows.count, chosen_options.CACHE: most}
+  return rows, chosen_options.resolved(config, chosen)
 
 
 def _of_remat(learning: Learning, remat: str) -> str:
@@ -395,7 +398,8 @@ def _of_remat(learning: Learning, remat: str) -> str:
 
 
 def _of_rows(config: Config, rows: Rows, held: Arrays, room: int) -> str:
-  whole = "" if rows.whole_caches else " at first"
+  most = f" (of sampled tokens later up to {config.engine.cache_gib}: engine.cache_gib)"
+  whole = "" if rows.whole_caches else f" at first{most}"
   return (
     f"{rows.count} completions are sampled at the same time (engine.max_rows"
     f"={config.engine.max_rows}): by arithmetic keys and values take {_gib(rows.caches)}{whole} of"

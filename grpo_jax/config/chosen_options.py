@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from grpo_jax.config import configuration
 from grpo_jax.config.options import Config
 
-REMAT, ROWS = "model.remat", "engine.max_rows"
-FIELDS = (REMAT, ROWS)
+REMAT, ROWS, CACHE = "model.remat", "engine.max_rows", "engine.cache_gib"
+FIELDS = (REMAT, ROWS, CACHE)
 _RECORD = "chosen_by_memory"
 
 C = TypeVar("C", bound=configuration.AnyConfig)
@@ -62,5 +62,6 @@ def has_chosen_rows(config: Config) -> bool:
 
 def open_fields(config: Config) -> list[str]:
   """Returns the names of the options that are None."""
-  values = {REMAT: config.model.remat, ROWS: config.engine.max_rows}
+  engine = config.engine
+  values = {REMAT: config.model.remat, ROWS: engine.max_rows, CACHE: engine.cache_gib}
   return [name for name in FIELDS if values[name] is None]

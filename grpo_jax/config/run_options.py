@@ -21,6 +21,7 @@ from grpo_jax.config import (
   field_checks,
   lora_options,
   modes,
+  sampler_options,
   teacher_options,
 )
 from grpo_jax.config.options import OPTIONS, Config
@@ -178,12 +179,7 @@ def _sampling_problems(config: Config) -> Iterator[str]:
     SamplingParams.of(evaluation_sampling(config))
   except (TypeError, ValueError):
     return  # already reported.
-  if config.engine.cache_dtype is not None and config.engine.name != "jax_sampler":
-    yield (
-      f"engine.cache_dtype={config.engine.cache_dtype!r} is that of the embedded sampler, but"
-      f" engine.name={config.engine.name!r}: set it to None (SGLang: engine.sglang.arguments="
-      "('--kv-cache-dtype=fp8_e4m3',))"
-    )
+  yield from sampler_options.problems(config)
   if not sampling.reports_truncated:
     return
   if config.model.logprobs is not None:
@@ -369,6 +365,7 @@ def sampler_sizes(config: Config) -> dict[str, Any]:
   return {
     "max_rows": rows,
     "cache_dtype": config.engine.cache_dtype,
+    "sampled_bytes": sampler_options.sampled_bytes(config),
     **lengths,
     "long_prompts": rows if own_prompts else None,
     "whole_caches": chosen_options.has_chosen_rows(config) and rows > USUAL_ROWS,

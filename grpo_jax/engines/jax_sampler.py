@@ -229,6 +229,7 @@ class JaxSampler:
   def _begin(self, made: SyncedWeights, version: int) -> None:
     """Samples from these weights from the next chunk on; the lock is held."""
     self._options, self._weights, self._sync = made.options, made.weights, made.metrics()
+    self._sizes = self._sizes.within(made.options)
     self._version = version
 
   def _check_open(self) -> None:
@@ -248,10 +249,12 @@ class JaxSampler:
       return []
     weights, options = self._weight_sync.described(params)
     first = self._weight_sync.jobs(params, options)
+    sizes = self._sizes.within(options)
+    waits = sizes.sampled_bytes is not None and sizes.blocks * sizes.columns < sizes.completion
+    reads_again = self._in_flight_updates or waits
     with self._at_home():
-      reads_again = self._in_flight_updates or self._sizes.sampled_bytes is not None
       kinds = {"reads_again": reads_again, "has_filters": self._has_filters}
-      own = self._programs.jobs(weights, options, self._sizes, **kinds)
+      own = self._programs.jobs(weights, options, sizes, **kinds)
     return [*first, *own]
 
   def described(self, params: Any) -> tuple[sampler_weights.SamplerWeights, tuple[Any, Any]]:
@@ -266,7 +269,7 @@ class JaxSampler:
     """
     weights, options = self._weight_sync.described(params)
     with self._at_home():
-      return weights, caches(options, self._sizes)
+      return weights, caches(options, self._sizes.within(options))
 
   def _at_home(self) -> contextlib.AbstractContextManager[Any]:
     """Makes arrays without inputs, such as empty caches on one device, where this samples."""

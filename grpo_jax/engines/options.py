@@ -41,6 +41,12 @@ class EngineOptions:
     " token and head; None: model.compute_dtype",
     checked.choice(CACHE_DTYPES, none=True),
   )
+  cache_gib: float | None = option(
+    None,
+    "GiB of each device for keys and values of what the embedded sampler samples; if completions"
+    " need more, the youngest wait. None: what memory leaves (on a CPU any number)",
+    checked.number(above=0, none=True),
+  )
   proof_tokens: int | None = option(
     None,
     "tokens of a step's completions by which the engine is proven to sample from the new weights;"

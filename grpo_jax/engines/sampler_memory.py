@@ -4,6 +4,7 @@ The caches are those that `sampler_sizes.planned` plans. What a program needs be
 each term at its largest: a run chooses its rows by it before anything is compiled.
 """
 
+import bisect
 import collections
 import dataclasses
 from collections.abc import Mapping
@@ -15,6 +16,9 @@ from grpo_jax.engines.sampler_inputs import ProgramOptions
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 
+GIB = 1 << 30
+_SIXTEENTH = GIB // 16
+_TILE = kv_cache.WINDOW_MULTIPLE
 _FLOAT32 = 4
 _LOGITS = 6  # arrays [rows V] at once: logits, probabilities, noise and what sorts them.
 
@@ -64,20 +68,69 @@ class SamplerPart:
       rows: Completions decoded at the same time.
       whole_caches: Whether the caches are made for the longest completions at once.
     """
+    planned = self._planned(rows, whole_caches=whole_caches)
+    columns = planned.blocks * planned.columns
+    return Rows(rows, whole_caches, *self._taken(self._own(rows), columns, planned))
+
+  def most_sampled(self, rows: int, room: int, *, whole_caches: bool) -> float:
+    """Returns the GiB that keys and values of sampled tokens may take as completions grow.
+
+    They and the programs fit into the room, in the shape of all rows and in that of the longest
+    completions. It is no more than all rows need, and no less than two of its rows do.
+
+    Args:
+      rows: Completions decoded at the same time.
+      room: Bytes of a device for caches and programs.
+      whole_caches: Whether the caches are made for the longest completions at once.
+    """
+    planned, own_rows = self._planned(rows, whole_caches=whole_caches), self._own(rows)
+    longest = -(-self.sizes["completion_tokens"] // _TILE) * _TILE
+    of_row = lambda columns: kv_cache.row_bytes(columns, self._options) // self.heads
+
+    def is_too_large(units):
+      limit = units * _SIXTEENTH
+      columns = range(_TILE, longest + 1, _TILE)
+      fitting = bisect.bisect_right(columns, limit // own_rows, key=of_row)
+      shapes = [(own_rows, columns[fitting - 1])] if fitting else []
+      shapes.append((min(limit // of_row(longest), own_rows), longest))
+      return any(sum(self._taken(*shape, planned)) > room for shape in shapes)
+
+    least, most = (-(-count * of_row(longest) // _SIXTEENTH) for count in (2, own_rows))
+    fitting = bisect.bisect_left(range(least, most + 1), True, key=is_too_large)
+    return (least + max(fitting - 1, 0)) * _SIXTEENTH / GIB
+
+  @property
+  def _options(self) -> ProgramOptions:
+    return ProgramOptions(self.model, self.products, chunk=1, cache_dtype=self.cache_dtype)
+
+  def _own(self, rows: int) -> int:
+    """Returns how many of the rows are on one device."""
+    return rows // self.rows if rows % self.rows == 0 else rows
+
+  def _planned(self, rows: int, *, whole_caches: bool) -> sampler_sizes.SamplerSizes:
     sizes = self.sizes
-    options = ProgramOptions(self.model, self.products, chunk=1, cache_dtype=self.cache_dtype)
-    of_token = kv_cache.token_bytes(options)
-    planned = sampler_sizes.planned(
+    return sampler_sizes.planned(
       rows,
       prompt_tokens=sizes["prompt_tokens"],
       completion_tokens=sizes["completion_tokens"],
       long_prompts=rows if sizes["own_prompts"] else -(-rows // sizes["group_size"]),
-      token_bytes=of_token,
+      token_bytes=kv_cache.token_bytes(self._options),
       form="rows",
       whole_caches=whole_caches,
     )
-    own_rows = rows // self.rows if rows % self.rows == 0 else rows
-    columns = planned.blocks * planned.columns
+
+  def _taken(
+    self, own_rows: int, columns: int, planned: sampler_sizes.SamplerSizes
+  ) -> tuple[int, int]:
+    """Returns the bytes of caches and of a program for a number of rows of one device.
+
+    Args:
+      own_rows: Rows of the device.
+      columns: Columns of a row.
+      planned: Sizes of the pages.
+    """
+    options = self._options
+    of_token = kv_cache.token_bytes(options)
     own, both = {}, {}
     for window, size in of_token.items():
       own[window] = own_rows * row_cache.held_columns(columns, window) * size // self.heads
@@ -89,7 +142,7 @@ class SamplerPart:
     program += sum(own.values())  # a GPU's compiler copies it before the loop that writes to it.
     # A layer's caches in float32.
     program += _FLOAT32 * self.model.head_dim * largest // stored_keys.head_bytes(options)
-    return Rows(rows, whole_caches, sum(both.values()), program)
+    return sum(both.values()), program
 
 
 def most_rows(part: SamplerPart, wanted: int, room: int) -> Rows:

@@ -29,6 +29,7 @@ class SamplerSizes:
     prompts: Prompts of the largest length that find room at the same time; 0: one for each row.
     is_planned: Whether prompts wait for pages instead of more pages being made.
     at_once: Pages read by one round of a loop.
+    completion: Tokens of the longest planned completion; 0: none is planned.
     sampled_bytes: Bytes of each device that keys and values of sampled tokens may take; None: any
       number. Where completions are longer, the cache then has fewer rows.
   """
@@ -43,6 +44,7 @@ class SamplerSizes:
   prompts: int = 0
   is_planned: bool = False
   at_once: int = 1
+  completion: int = 0
   sampled_bytes: int | None = None
 
   @property
@@ -71,12 +73,29 @@ class SamplerSizes:
       return self.rows
     return kv_cache.fitting_rows(self.sampled_bytes, self.rows, blocks * self.columns, options)
 
+  def within(self, options: sampler_inputs.ProgramOptions) -> "SamplerSizes":
+    """Returns sizes with which the first cache of sampled tokens has room for all rows."""
+    if self.rows_of(self.blocks, options) == self.rows:
+      return self
+    tile = min(self.columns, kv_cache.WINDOW_MULTIPLE)
+    tiles = range(1, self.blocks * self.columns // tile + 1)
+    leaves_out = lambda n: (
+      dataclasses.replace(self, columns=n * tile).rows_of(1, options) < self.rows
+    )
+    count = max(bisect.bisect_left(tiles, True, key=leaves_out), 1)
+    if self.columns == tile:
+      return dataclasses.replace(self, blocks=count)
+    return dataclasses.replace(self, blocks=1, columns=count * tile)
+
   def blocks_of(self, tokens: int, options: sampler_inputs.ProgramOptions) -> int:
     """Returns the blocks for completions of that many tokens, one of a few numbers.
 
-    It is a power of two, or the most blocks with which the cache has a row.
+    It is a power of two, or what the longest planned completion needs, or the most blocks with
+    which the cache has a row.
     """
     blocks = scheduling.power_of_two(-(-tokens // self.columns))
+    if tokens <= self.completion:
+      blocks = min(blocks, -(-self.completion // self.columns))
     return blocks if self.rows_of(blocks, options) else self._most_blocks(options)
 
   def longest(self, options: sampler_inputs.ProgramOptions) -> int | None:
@@ -136,12 +155,9 @@ def planned(
   table = -(-max(prompt_tokens - 1, 1) // page)
   longest, pages = completion_tokens, max(long_prompts * table, rows)
   made = dataclasses.replace(sizes, page=page, table=table, prompts=long_prompts)
-  made = dataclasses.replace(made, sampled_bytes=sampled_bytes)
-  limits = [sampled_bytes, None if whole_caches else _CACHE_BYTES]
-  if room := min((limit for limit in limits if limit is not None), default=None):
-    fitting = _fitting_tokens(room // rows, token_bytes) // sizes.columns * sizes.columns
-    longest = min(longest, max(fitting, sizes.columns))
+  made = dataclasses.replace(made, completion=completion_tokens, sampled_bytes=sampled_bytes)
   if not whole_caches:
+    longest = min(longest, max(_fitting_tokens(_CACHE_BYTES // rows, token_bytes), sizes.columns))
     pages = _fitting_pages(dataclasses.replace(made, pages=pages), token_bytes)
   columns = -(-longest // step) * step
   columns = min(sizes.columns, columns) if form == "ring" else columns

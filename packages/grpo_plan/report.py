@@ -316,6 +316,7 @@ def to_json(plan: Plan, *, source: str, arguments: Sequence[str]) -> dict[str, A
     "choices": {
       "model.remat": run.config.model.remat,
       "engine.max_rows": run.config.engine.max_rows,
+      "engine.cache_gib": run.config.engine.cache_gib,
       "chosen": list(run.config.chosen_by_memory or ()),
       "update_bytes_by_arithmetic": arithmetic(plan),
     },

@@ -7,7 +7,7 @@ from grpo_jax.building import named_code
 from grpo_jax.config import chosen_options, configuration, run_options
 from grpo_jax.config.configuration import typed
 
-VALUES = {"model.remat": "dots", "engine.max_rows": 512}
+VALUES = {"model.remat": "dots", "engine.max_rows": 512, "engine.cache_gib": 2.5}
 
 
 def config_of(**values):
@@ -23,9 +23,10 @@ def stored(config):
 def test_what_is_given_is_not_chosen():
   chosen = chosen_options.resolved(config_of(model__remat="none"), VALUES)
   assert (chosen.model.remat, chosen.engine.max_rows) == ("none", 512)
-  assert chosen.chosen_by_memory == ("engine.max_rows",)
-  assert run_options.sampler_sizes(chosen)["whole_caches"]
-  given = config_of(model__remat="none", engine__max_rows=512)
+  assert chosen.chosen_by_memory == ("engine.cache_gib", "engine.max_rows")
+  sizes = run_options.sampler_sizes(chosen)
+  assert sizes["whole_caches"] and sizes["sampled_bytes"] == 5 << 29
+  given = config_of(model__remat="none", engine__max_rows=512, engine__cache_gib=1.0)
   assert chosen_options.resolved(given, VALUES) == given
   assert not run_options.sampler_sizes(given)["whole_caches"]
   assert "chosen_by_memory" not in stored(given)
@@ -36,7 +37,7 @@ def test_a_run_that_continues_keeps_its_choice():
   assert chosen_options.continued(config_of(), stored(before)) == before
   changed = chosen_options.continued(config_of(model__remat="full"), stored(before))
   assert (changed.model.remat, changed.engine.max_rows) == ("full", 512)
-  assert changed.chosen_by_memory == ("engine.max_rows",)
+  assert changed.chosen_by_memory == ("engine.cache_gib", "engine.max_rows")
 
 
 def test_a_run_from_before_there_was_a_choice_continues_with_its_values():
@@ -51,7 +52,7 @@ def test_commands_on_a_stored_run_choose_for_their_own_machine(tmp_path):
   configuration.write(chosen_options.resolved(config_of(), VALUES), tmp_path / "config.json")
   found = named_code.config_to_run(tmp_path)
   assert found.engine.max_rows is None and found.model.remat is None
-  assert found.chosen_by_memory is None
+  assert found.chosen_by_memory is None and found.engine.cache_gib is None
   given = named_code.config_to_run(tmp_path, changes=["--config.engine.max_rows=7"])
   assert given.engine.max_rows == 7
   configuration.write(config_of(engine__max_rows=9), tmp_path / "config.json")

@@ -14,6 +14,7 @@ def planned(config):
   sizes = run_options.sampler_sizes(typed(config))
   rows = sizes.pop("max_rows")
   assert sizes.pop("has_filters") in (True, False) and sizes.pop("cache_dtype") is None
+  assert sizes["sampled_bytes"] is None
   group, long_prompts = sizes.pop("group_size"), sizes.pop("long_prompts")
   of_groups = -(-rows // group)
   return sampler_sizes.planned(

@@ -105,12 +105,20 @@ def test_longer_completions_leave_fewer_rows_of_the_same_memory():
   assert sizes.blocks_of(100, options) == 2 and sizes.blocks_of(64 * most, options) == most
 
 
-def test_planned_caches_stay_within_their_memory():
-  limits = {"prompt_tokens": 30, "completion_tokens": 1 << 15, "long_prompts": 8}
-  for whole in (False, True):
-    settings = {**limits, "token_bytes": {None: 1000}, "form": "rows", "whole_caches": whole}
-    sizes = sampler_sizes.planned(64, **settings, sampled_bytes=64 * 10_050 * 1000)
-    assert sizes.blocks * sizes.columns == 10_048  # of whole tiles of 64 columns.
+@pytest.mark.parametrize("form", ["ring", "rows"])
+def test_the_first_cache_has_room_for_all_rows_whatever_is_planned(form):
+  options, limits = options_of(form=form), {"prompt_tokens": 30, "long_prompts": 8, "form": form}
+  settings = {**limits, "token_bytes": kv_cache.token_bytes(options), "whole_caches": True}
+  planned = lambda tokens, room: sampler_sizes.planned(
+    16, **settings, completion_tokens=tokens, sampled_bytes=room
+  )
+  room = 16 * kv_cache.row_bytes(640, options) + 15
+  within = planned(5000, room).within(options)
+  assert within.blocks * within.columns == 640 and within.rows_of(within.blocks, options) == 16
+  assert within.blocks_of(4600, options) * within.columns == (5120 if form == "rows" else 5056)
+  assert planned(640, room).within(options) == planned(640, room)
+  least = planned(5000, 1000 + kv_cache.row_bytes(64, options)).within(options)
+  assert least.blocks * least.columns == 64 and least.rows_of(least.blocks, options) == 1
 
 
 def test_a_completion_for_which_no_memory_suffices_is_refused_by_name():

@@ -98,3 +98,21 @@ def test_whole_caches_are_not_bounded_by_four_gib():
   assert whole.blocks * whole.columns >= 5000 and whole.pages == 64 * whole.table
   bounded = sampler_sizes.planned(512, **settings)
   assert bounded.blocks * bounded.columns < 5000 and bounded.pages < whole.pages
+
+
+def test_the_memory_of_sampled_tokens_is_what_caches_and_programs_leave():
+  """Of caches that begin with all rows, and end with the longest completions in fewer of them."""
+  longest = {**LENGTHS, "completion_tokens": 1 << 15}
+  wide = sampler_memory.SamplerPart(dataclasses.replace(MODEL, head_dim=1024), Products(), longest)
+  of_row = kv_cache.row_bytes(1 << 15, wide._options)
+  most = lambda room, part=wide: part.most_sampled(64, room, whole_caches=False) * 2**30
+  found = [most(room << 30) for room in (1, 40, 80, 1 << 20)]
+  # Two rows at least; all rows at most. Between them, a program needs about as much as the cache.
+  assert 0 <= found[0] - 2 * of_row < 2**26 and 0 <= found[3] - 64 * of_row < 2**26
+  assert found[0] < found[1] < found[2] < found[3] and found[1] < 20 << 30
+  planned = wide._planned(64, whole_caches=False)
+  rows = int(found[1]) // of_row
+  fits = lambda rows: sum(wide._taken(rows, 1 << 15, planned)) <= 40 << 30
+  assert fits(rows) and not fits(2 * rows + 2)
+  halved = dataclasses.replace(wide, rows=2)
+  assert abs(most(40 << 30, halved) - found[1]) < 1 << 30  # of each device, with half of the rows.

@@ -143,5 +143,7 @@ def test_logprobs_are_those_of_the_codes_whatever_happens_to_them(form):
 def test_the_dtype_is_refused_for_other_engines():
   config = configs.base.get_config()
   config.engine.update({"name": "sglang", "cache_dtype": "int8"})
-  [found] = [x for x in run_options.validate(config) if "cache_dtype" in x]
-  assert "engine.cache_dtype='int8' is that of the embedded sampler" in found
+  config.engine.cache_gib = 2.0
+  found = [x for x in run_options.validate(config) if "engine.cache" in x]
+  assert "engine.cache_dtype='int8' is that of the embedded sampler" in found[0]
+  assert "engine.cache_gib=2.0 is that" in found[1] and "--mem-fraction-static" in found[1]
