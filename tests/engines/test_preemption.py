@@ -2,10 +2,14 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
 from grpo_jax.engines import kv_cache, sampler_inputs, sampler_sizes, scheduling
+from grpo_jax.engines.jax_sampler import JaxSampler
+from grpo_jax.learn import sharding
+from grpo_jax.models import transformer
 from grpo_jax.models.config import LayerKind
 from grpo_jax.models.mixture import Mixture
 from grpo_jax.models.products import Products
@@ -77,6 +81,27 @@ def test_new_weights_that_come_while_completions_wait_read_them_too():
   wanted = updates.trainer_logprobs(config, trees, requests, found)
   assert updates.mismatch(found, wanted) < 1e-5
   assert {int(v) for x in found.values() for v in x.weight_versions} == {0, 1, 2}
+
+
+@pytest.mark.long
+def test_devices_that_divide_rows_and_heads_keep_within_the_memory_of_each():
+  config = tiny.config(vocab_size=64, num_layers=1)
+  requests, tree = tiny.groups(PROMPTS[:2], 4, max_tokens=80), tiny.params(config)
+  with tiny.sampler(config) as engine:
+    wanted = tiny.run(engine, requests)
+  mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+  shardings = sharding.param_shardings(transformer.logical_axes(config), mesh, shapes=tree)
+  # Two of eight rows on each device, and one of two heads.
+  room = 2 * kv_cache.row_bytes(64, options_of(config)) // 2
+  with JaxSampler(config, max_rows=8, chunk_tokens=4, sampled_bytes=room) as engine:
+    engine.load_weights(jax.device_put(tree, shardings), version=1)
+    rows = [engine._sizes.rows_of(blocks, engine._options) for blocks in (1, 2, 3)]
+    assert rows == [8, 4, 0] and engine._sizes.longest(engine._options) == 128
+    found = tiny.run(engine, requests)
+    assert engine.stats.preemptions == 4
+  for name, generation in wanted.items():
+    assert found[name].token_ids.tolist() == generation.token_ids.tolist()
+    np.testing.assert_allclose(found[name].logprobs, generation.logprobs, atol=2e-5)
 
 
 def test_the_youngest_are_put_back_and_groups_stay_together():
