@@ -8,7 +8,7 @@ between CPUs and accelerators follows from it:
 * `row_cache`, "rows", for accelerators: no loop and no conditional that the host would have to be
   asked about within a decode step, and layouts for matrix products.
 
-Each has the same functions: `empty` and `grown` make and enlarge the cache of sampled tokens,
+Each has the same functions: `empty` makes the cache of sampled tokens, `grown` enlarges a layer,
 `moved` moves its rows, `attend` is attention in a decode step, and `write_again` and `over_past`
 serve completions that new weights read again. `sharing` has the host's side.
 """

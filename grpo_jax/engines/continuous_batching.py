@@ -325,7 +325,7 @@ class ContinuousBatcher:
       held = lambda window: [ring_cache.held_blocks(n, window, columns) for n in (before, blocks)]
       counts = [held(kind.window) for kind in self.options.config.kinds]
       places = {after: scheduling.regrown(before, after, newest) for before, after in counts}
-      self._own = sampler_programs.grown(self._own, places, blocks, columns, self.options)
+      sampler_programs.grow(self._own, places, blocks, columns, self.options)
 
   def _fit_pages(self) -> None:
     """Makes the pages, or more of them if waiting prompts exceed the plan."""

@@ -51,29 +51,26 @@ def held_blocks(blocks: int, window: int | None, length: int) -> int:
 
 
 def grown(
-  own: Cache,
+  layer: LayerCache,
   places: Mapping[int, Int[Array, " M"]],
+  window: int | None,
   blocks: int,
   length: int,
   options: ProgramOptions,
-) -> Cache:
-  """Returns a longer ring with the same tokens.
+) -> LayerCache:
+  """Returns a longer ring of a layer with the same tokens.
 
   Args:
-    own: The ring.
+    layer: The ring of the layer.
     places: Number of blocks of a longer ring → the block of the old one at each place.
+    window: Window of the layer; static.
     blocks: Blocks of a layer without a window; static.
     length: Columns of a block; static.
     options: Options of the program; static.
   """
-
-  def of_layer(layer, window):
-    count = held_blocks(blocks, window, length)
-    is_same = count == layer[0].shape[0]
-    return layer if is_same else kv_cache.resize(layer, places[count], options, row_axis=1)
-
-  kinds = options.config.kinds
-  return [of_layer(layer, kind.window) for layer, kind in zip(own, kinds, strict=True)]
+  count = held_blocks(blocks, window, length)
+  is_same = count == layer[0].shape[0]
+  return layer if is_same else kv_cache.resize(layer, places[count], options, row_axis=1)
 
 
 def moved(own: Cache, rows: RowStates, options: ProgramOptions) -> Cache:

@@ -46,17 +46,19 @@ def held_columns(columns: int, window: int | None) -> int:
   return kv_cache.held(columns, window, multiple=min(_KEYS, columns))
 
 
-def grown(own: Cache, places: Any, blocks: int, length: int, options: ProgramOptions) -> Cache:
-  """Returns a cache of `blocks` times `length` columns in which the first are as before."""
+def grown(
+  layer: LayerCache,
+  places: Any,
+  window: int | None,
+  blocks: int,
+  length: int,
+  options: ProgramOptions,
+) -> LayerCache:
+  """Returns a layer of `blocks` times `length` columns in which the first are as before."""
   del places  # columns that are too few for a window hold their tokens in order, as all others do.
-
-  def pad(layer, window):
-    room = held_columns(blocks * length, window) - layer[0].shape[2]
-    longer = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, room), (0, 0))), layer)
-    return kv_cache.placed(longer, options, row_axis=0)
-
-  kinds = options.config.kinds
-  return [pad(layer, kind.window) for layer, kind in zip(own, kinds, strict=True)]
+  room = held_columns(blocks * length, window) - layer[0].shape[2]
+  longer = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, room), (0, 0))), layer)
+  return kv_cache.placed(longer, options, row_axis=0)
 
 
 def moved(own: Cache, rows: RowStates, options: ProgramOptions) -> Cache:

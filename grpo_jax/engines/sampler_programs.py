@@ -34,11 +34,30 @@ def empty_own(blocks: int, rows: int, length: int, options: Any) -> kv_cache.Cac
   return cache_forms.of(options).empty(blocks, rows, length, options)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def grown(
-  own: kv_cache.Cache, places: Any, blocks: int, length: int, options: Any
-) -> kv_cache.Cache:
-  return cache_forms.of(options).grown(own, places, blocks, length, options)
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+def _grown(
+  layer: kv_cache.LayerCache,
+  places: Any,
+  window: int | None,
+  blocks: int,
+  length: int,
+  options: Any,
+) -> kv_cache.LayerCache:
+  return cache_forms.of(options).grown(layer, places, window, blocks, length, options)
+
+
+def grow(own: kv_cache.Cache, places: Any, blocks: int, length: int, options: Any) -> None:
+  """Lengthens the cache of sampled tokens in place: of one layer at a time, both are in memory.
+
+  Args:
+    own: The cache.
+    places: Blocks of the old cache at each place of a longer one; see `ring_cache.grown`.
+    blocks: Blocks of a layer without a window.
+    length: Columns of a block.
+    options: Options of the programs.
+  """
+  for i, kind in enumerate(options.config.kinds):
+    own[i] = _grown(own[i], places, kind.window, blocks, length, options)
 
 
 class Programs:

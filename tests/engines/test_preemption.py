@@ -6,7 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from grpo_jax.engines import kv_cache, sampler_inputs, sampler_sizes, scheduling
+from grpo_jax.engines import (
+  kv_cache,
+  sampler_inputs,
+  sampler_programs,
+  sampler_sizes,
+  scheduling,
+)
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.learn import sharding
 from grpo_jax.models import transformer
@@ -144,6 +150,23 @@ def test_the_first_cache_has_room_for_all_rows_whatever_is_planned(form):
   assert planned(640, room).within(options) == planned(640, room)
   least = planned(5000, 1000 + kv_cache.row_bytes(64, options)).within(options)
   assert least.blocks * least.columns == 64 and least.rows_of(least.blocks, options) == 1
+
+
+@pytest.mark.parametrize("form", ["ring", "rows"])
+def test_a_cache_grows_a_layer_at_a_time(form, monkeypatch):
+  """Old and new columns of all layers together would be half as much again as the new cache."""
+  options, in_memory = options_of(tiny.config(num_layers=3), form=form), []
+  own = sampler_programs.empty_own(2, 5, 24, options)
+  old, one = {x.shape for x in own[0]}, sampler_programs._grown
+
+  def grown(*arguments):
+    found = one(*arguments)
+    in_memory.append(sum(x.shape in old for x in jax.live_arrays()))
+    return found
+
+  monkeypatch.setattr(sampler_programs, "_grown", grown)
+  sampler_programs.grow(own, {4: scheduling.regrown(2, 4, 1)}, 4, 24, options)
+  assert in_memory == [6, 4, 2] and not old & {x.shape for x in jax.tree.leaves(own)}
 
 
 def test_a_completion_for_which_no_memory_suffices_is_refused_by_name():
