@@ -1,5 +1,6 @@
 """Limits of packed rows that a config sets, and the shapes of the update to compile."""
 
+import math
 from collections.abc import Iterator
 
 from grpo_jax.batching import dealing, packing
@@ -93,6 +94,12 @@ def plan(
       raise ConfigError(
         f"mesh.context={parts} divides the places of each row, and the run plans rows of"
         f" {shape.row_tokens} tokens, which is not a multiple of {parts}: set batching.row_tokens"
-        " (and batching.row_buckets) to multiples of it, or mesh.context to a power of two"
+        f" (and batching.row_buckets) to multiples of it, such as {_next(shape.row_tokens, parts)},"
+        f" or mesh.context={math.gcd(shape.row_tokens, parts)}"
       )
   return shapes
+
+
+def _next(length: int, parts: int) -> int:
+  """Returns the first multiple of the parts from a length on."""
+  return -(-length // parts) * parts

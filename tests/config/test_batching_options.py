@@ -1,5 +1,6 @@
 """From a config to the shapes of its run: few, long enough, and explained where they cannot be."""
 
+import functools
 import pathlib
 from typing import Any
 
@@ -92,3 +93,13 @@ def test_row_lengths_that_are_given_bound_prompts_and_completions():
   assert run_options.limits(typed(make_config(**{"batching.row_tokens": 300}))).max_tokens == 300
   given = {"batching.row_tokens": 700, "batching.row_buckets": (128, 512)}
   assert run_options.limits(typed(make_config(**given))).max_tokens == 512
+
+
+def test_rows_that_cannot_be_divided_over_devices_name_what_would_fit():
+  config = typed(make_config(batching__row_tokens=700))
+  plan = functools.partial(batching_options.plan, config, cost=COST, replicas=1)
+  assert plan(parts=4)[0].row_tokens == 700
+  with pytest.raises(configuration.ConfigError) as refused:
+    plan(parts=8)
+  for part in ("mesh.context=8 divides", "rows of 700 tokens", "such as 704", "or mesh.context=4"):
+    assert part in str(refused.value)
