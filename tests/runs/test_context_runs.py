@@ -1,7 +1,9 @@
 """Runs whose rows are divided over devices equal one on one device, whatever mesh goes on."""
 
+import contextlib
 import json
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -60,12 +62,23 @@ def trained(model, tmp_path_factory):
   return train_on
 
 
+@contextlib.contextmanager
+def first_devices(count):
+  """Leaves some of the devices."""
+  devices = jax.devices()[:count]
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(jax, "devices", lambda *_: devices)
+    yield
+
+
 @pytest.mark.long
-def test_a_run_and_what_continues_it_on_another_mesh_equal_one_device(trained, model):
+def test_a_run_and_what_continues_it_on_fewer_and_more_devices_equal_one_device(trained, model):
   with only_device():
-    weights, wanted = trained("whole", 2, context=1)
+    weights, wanted = trained("whole", 3, context=1)
   trained("divided", 1, fsdp=2, context=2, tensor=2)
-  found, rows = trained("divided", 2)  # the mesh of the config: eight parts.
+  with first_devices(4):
+    trained("divided", 2, context=4)
+  found, rows = trained("divided", 3)  # the mesh of the config: eight parts.
   for name, value in weights.items():
     np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6, err_msg=name)
   initial = load_file(model / "model.safetensors")
