@@ -46,7 +46,8 @@ class Remedy:
 def remedies(plan: Plan) -> list[Remedy]:
   """Returns what would make a run fit, the surest first; an empty list if it fits.
 
-  What cannot save anything in this run is left out.
+  Where rows over more devices make its update fit, this is the first. What cannot save anything in
+  this run is left out.
   """
   if plan.fits:
     return []
@@ -55,7 +56,22 @@ def remedies(plan: Plan) -> list[Remedy]:
   found += [*_sampler(plan, worst), *_activations(plan, worst)]
   missing = worst.peak - plan.room
   found.sort(key=lambda remedy: (remedy.saved < missing, -remedy.saved))
-  return [*found, *_machine(plan)]
+  return [*_rows(plan, worst), *found, *_machine(plan)]
+
+
+def _rows(plan: Plan, worst: Need) -> Iterator[Remedy]:
+  """Yields the mesh that divides rows over as many devices as their update needs."""
+  if plan.rows is None or plan.rows.own.fits(plan.room):
+    return
+  own, chosen = plan.rows.own, plan.rows.chosen
+  other = plan.rows.smallest if chosen is None else chosen
+  if not other.changes or other.peak >= own.peak:
+    return
+  saved = worst.peak - other.peak if worst.program == "update" else 0
+  reason = f"rows of {own.row_tokens} tokens over {other.parts} devices each"
+  if chosen is None:
+    reason += ", which takes least"
+  yield Remedy(other.options, reason, max(saved, 0))
 
 
 def _state(plan: Plan) -> Iterator[Remedy]:
@@ -164,8 +180,6 @@ def _activations(plan: Plan, worst: Need) -> Iterator[Remedy]:
     )
   if worst.program == "update":
     yield from _recomputation(plan)
-  if each == shape.row_tokens:
-    yield from _divided_rows(plan, shape.row_tokens)
   row = plan.row.point if plan.row else None
   if row is not None and row.row_tokens < shape.row_tokens:
     yield Remedy(
@@ -177,17 +191,6 @@ def _activations(plan: Plan, worst: Need) -> Iterator[Remedy]:
     yield Remedy(
       f"mesh.tensor={2 * tensor}",
       "the largest arrays are gathered weights or logits, which it divides; plan it to see",
-    )
-
-
-def _divided_rows(plan: Plan, row_tokens: int) -> Iterator[Remedy]:
-  """Yields how a row takes less of each device where a microbatch has one of a replica."""
-  sizes, parts = plan.run.mesh.shape, 2 * plan.parts
-  axis = next((axis for axis in ("data", "fsdp") if sizes[axis] % 2 == 0), None)
-  if axis is not None and row_tokens % parts == 0:
-    yield Remedy(
-      f"mesh.{axis}={sizes[axis] // 2} mesh.context={parts}",
-      f"rows of {row_tokens} tokens over {parts} devices each, half as many at a time; plan it",
     )
 
 

@@ -1,5 +1,6 @@
 """`grpo-jax plan --config=… --topology=…`: what a run needs on a machine that is not present."""
 
+import functools
 import json
 import os
 import pathlib
@@ -29,7 +30,7 @@ take at least? It compiles the run's own programs; no weights and no accelerator
   --prompt-tokens=N, --completion-tokens=N   assumed length of every prompt and completion, for
               traffic and time; default: half of the largest that the config allows.
   --no-search compiles each program once, and does not search the largest microbatch and the
-              longest row that fit.
+              longest row that fit. What divides rows that do not fit is compiled all the same.
   --all-shapes compiles each program in every shape that the run compiles, not only in its largest.
   --json=FILE writes the plan as JSON, too.
   --no-cache  compiles again what was compiled before; answers are kept in ~/.cache/grpo_jax/plans.
@@ -128,41 +129,52 @@ def prepare() -> None:
 
 
 def _plan(options: Any, rest: Sequence[str], arguments: Sequence[str]) -> int:
-  from grpo_plan import compiling, plan, plan_request, programs, report, topologies, workload
+  from grpo_plan import plan, plan_request, report, topologies, workload
 
   topology = topologies.parse(options.topology)
   topologies.check_compiler(topology)
   config = plan_request.config_of(rest)
   topology = plan_request.in_run(topology, config)
-  with tempfile.TemporaryDirectory() as scratch:
-    model, source = plan_request.model_of(config, options.model_config, pathlib.Path(scratch))
-    run = plan_request.run_of(config, model, topology, pathlib.Path(scratch), source=source)
-  folder = None if options.no_cache else compiling.default_folder()
-
-  def compile_job(job: Any) -> Any:
-    began = time.monotonic()
-    _say(f"compiling {job.name} for {topology.name} …")
-    found = compiling.compiled(job, programs.mesh_of(run, job), host=run.host, folder=folder)
-    _say(f"compiling {job.name} for {topology.name}: {time.monotonic() - began:.0f} s")
-    return found
-
   assumed = workload.lengths(
     config, prompt=options.prompt_tokens, completion=options.completion_tokens
   )
-  made = plan.make(
-    run,
-    topology,
-    compile_job,
-    assumed=assumed,
-    searches=not options.no_search,
-    all_shapes=options.all_shapes,
-  )
+  compile_job = _compiler(topology.name, uses_cache=not options.no_cache)
+  with tempfile.TemporaryDirectory() as scratch:
+    folder = pathlib.Path(scratch)
+    model, source = plan_request.model_of(config, options.model_config, folder)
+    run = plan_request.run_of(config, model, topology, folder, source=source)
+    made = plan.make(
+      run,
+      topology,
+      functools.partial(compile_job, run),
+      assumed=assumed,
+      searches=not options.no_search,
+      all_shapes=options.all_shapes,
+    )
+    describe = lambda other: plan_request.by_arithmetic(other, model, topology, folder)
+    made = plan.with_rows(made, config, describe, compile_job)
   print(report.text(made, source=source))
   if options.json is not None:
     content = report.to_json(made, source=source, arguments=arguments)
     with disk.writing(options.json):
       options.json.write_text(json.dumps(content, indent=1) + "\n")
   return FITS if made.fits else DOES_NOT_FIT
+
+
+def _compiler(machine: str, *, uses_cache: bool) -> Any:
+  """Returns a function (run, job) → what the compiler says, which prints how long it takes."""
+  from grpo_plan import compiling, programs
+
+  folder = compiling.default_folder() if uses_cache else None
+
+  def compile_job(run: Any, job: Any) -> Any:
+    began = time.monotonic()
+    _say(f"compiling {job.name} for {machine} …")
+    found = compiling.compiled(job, programs.mesh_of(run, job), host=run.host, folder=folder)
+    _say(f"compiling {job.name} for {machine}: {time.monotonic() - began:.0f} s")
+    return found
+
+  return compile_job
 
 
 def _say(line: str) -> None:

@@ -197,7 +197,7 @@ def moved(
   total: dict[tuple[str, str], list[float]] = {}
   for one in hlo_collectives.collectives(hlo, devices=mesh.size):
     axes = "+".join(axis for axis in sizes if axis in hlo_collectives.axes_of(one.groups, sizes))
-    share = max(_far_share(one.kind, [places[device] for device in group]) for group in one.groups)
+    share = max(far_share(one.kind, [places[device] for device in group]) for group in one.groups)
     entry = total.setdefault((one.kind, axes), [0.0, 0.0, 0])
     entry[0] += one.nbytes
     entry[1] += one.nbytes * share
@@ -206,7 +206,7 @@ def moved(
   return tuple(sorted(made, key=lambda one: -one.bytes))
 
 
-def _far_share(kind: str, places: Sequence[int]) -> float:
+def far_share(kind: str, places: Sequence[int]) -> float:
   """Returns the least share of what a device of a group receives that crosses the network.
 
   A gathered array has n parts. A device of k nodes receives n - 1 of them. The node receives the

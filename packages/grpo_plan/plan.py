@@ -12,10 +12,11 @@ from grpo_jax.compilation.programs import CompileJob
 from grpo_jax.config.options import Config
 from grpo_jax.learn import sharding
 from grpo_jax.models import loading
-from grpo_plan import programs, roofline, search, workload
+from grpo_plan import programs, roofline, row_choice, search, workload
 from grpo_plan.compiling import Compiled
 from grpo_plan.programs import PlannedRun
 from grpo_plan.roofline import Phase
+from grpo_plan.row_choice import RowChoice
 from grpo_plan.search import Limit, Point
 from grpo_plan.topologies import Topology
 from grpo_plan.workload import Lengths, PhaseWork
@@ -56,6 +57,7 @@ class Plan:
     phases: Bounds of their times; empty: the chip's rates are not known.
     microbatch: The largest microbatch that fits; None: not searched.
     row: The longest row that fits; None: not searched.
+    rows: The choice of `mesh.context`; None: it was not asked for, or there is none.
   """
 
   run: PlannedRun
@@ -66,6 +68,7 @@ class Plan:
   phases: tuple[Phase, ...]
   microbatch: Limit | None = None
   row: Limit | None = None
+  rows: RowChoice | None = None
 
   @property
   def worst(self) -> Need:
@@ -139,6 +142,39 @@ def make(
   )
   plan = Plan(run, topology, tuple(needs), assumed, tuple(work), tuple(phases))
   return _searched(plan, compile_job) if searches else plan
+
+
+def with_rows(
+  plan: Plan,
+  config: Config,
+  describe: row_choice.Describe,
+  compile_job: Callable[[PlannedRun, CompileJob], Compiled],
+) -> Plan:
+  """Adds the choice of `mesh.context`; compiles its update if that of the plan does not fit.
+
+  Args:
+    plan: The plan.
+    config: Config of the run, without what it chooses by memory.
+    describe: Function from a config to its run on the same devices, by arithmetic.
+    compile_job: Function that compiles a program of a run.
+  """
+
+  def compile_update(run: PlannedRun) -> Compiled:
+    with run.assumed():
+      jobs = [job for job in run.made.jobs() if programs.program_of(job.name) == "update"]
+    return compile_job(run, *programs.largest(jobs))
+
+  need = plan.need("update")
+  found = row_choice.choose(
+    plan.run,
+    config,
+    describe,
+    plan.topology,
+    assumed=plan.assumed,
+    update=None if need is None or plan.is_of_arrays else need.compiled,
+    compile_update=compile_update,
+  )
+  return dataclasses.replace(plan, rows=found)
 
 
 def largest_arrays(arrays: Arrays) -> int:

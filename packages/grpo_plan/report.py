@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from grpo_plan import advice, compiling
+from grpo_plan import advice, compiling, row_choice
 from grpo_plan.chips import GIB
 from grpo_plan.plan import Need, Plan
 from grpo_plan.search import Limit
@@ -21,10 +21,10 @@ def text(plan: Plan, *, source: str) -> str:
     source: Origin of the model's sizes.
   """
   if plan.is_of_arrays:
-    parts = [_head(plan, source), _held(plan), _verdict(plan)]
-    return "\n\n".join("\n".join(part) for part in parts)
-  parts = [_head(plan, source), _choices(plan), _memory(plan), _arrays(plan), _traffic(plan)]
-  parts += [_time(plan), _limits(plan), _verdict(plan)]
+    parts = [_head(plan, source), _rows(plan), _held(plan), _verdict(plan)]
+  else:
+    parts = [_head(plan, source), _choices(plan), _rows(plan), _memory(plan), _arrays(plan)]
+    parts += [_traffic(plan), _time(plan), _limits(plan), _verdict(plan)]
   return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part)))
 
 
@@ -61,6 +61,12 @@ def _choices(plan: Plan) -> Iterator[str]:
   yield (
     f"the compiler counts {_gib(need.peak, 0)} GiB for this update, arithmetic {_gib(counted, 0)}"
   )
+
+
+def _rows(plan: Plan) -> Iterator[str]:
+  """Yields over how many devices a row is divided, and why."""
+  if plan.rows is not None:
+    yield from row_choice.lines(plan.rows)
 
 
 def arithmetic(plan: Plan) -> int | None:
@@ -319,6 +325,7 @@ def to_json(plan: Plan, *, source: str, arguments: Sequence[str]) -> dict[str, A
       "engine.cache_gib": run.config.engine.cache_gib,
       "chosen": list(run.config.chosen_by_memory or ()),
       "update_bytes_by_arithmetic": arithmetic(plan),
+      "mesh.context": row_choice.to_json(plan.rows),
     },
     "peak_bytes": plan.worst.peak,
     "peak_program": plan.worst.compiled.name,

@@ -159,14 +159,8 @@ def of_step(run: PlannedRun, assumed: Lengths, *, hosts: int) -> list[PhaseWork]
     read = scorings * count * _gathered(run)
     forward += count * merging(run)
     found.append(PhaseWork("scoring", "score", float(scorings * count), scorings * forward, read))
-  epochs = run.config.learn.epochs
-  update = operations(run, assumed, update_cost(run)) + count * _OF_MERGING * merging(run)
-  update *= epochs
-  reads = _READS[run.config.model.remat or REMATS[0]]
-  each = reads * _gathered(run) + 2 * run.arrays.sums
-  calls = float(epochs * count)
-  found.append(PhaseWork("update", "update", calls, update, calls * each))
-  steps = epochs * run.config.learn.minibatches
+  found.append(of_updates(run, assumed))
+  steps = run.config.learn.epochs * run.config.learn.minibatches
   state = 2 * (run.arrays.sums + run.arrays.optimizer) + run.arrays.sums
   found.append(PhaseWork("optimizer", "optimizer", float(steps), 0.0, float(steps * state)))
   if run.is_spread:
@@ -176,6 +170,25 @@ def of_step(run: PlannedRun, assumed: Lengths, *, hosts: int) -> list[PhaseWork]
       program, moved = arrays_in_memory.COPYING_ADAPTER, 2 * (arrays.sampler - arrays.kept)
     found.append(PhaseWork("weights to the sampler", program, 1.0, 0.0, float(moved)))
   return found
+
+
+def of_updates(run: PlannedRun, assumed: Lengths) -> PhaseWork:
+  """Returns the updates of one training step; the run's programs need not be described.
+
+  Args:
+    run: The run.
+    assumed: Assumed lengths.
+  """
+  count = sum(microbatches(run, assumed).values())
+  operations_ = operations(run, assumed, update_cost(run)) + count * _OF_MERGING * merging(run)
+  calls = float(run.config.learn.epochs * count)
+  each = weights_read(run) + 2 * run.arrays.sums
+  return PhaseWork("update", "update", calls, run.config.learn.epochs * operations_, calls * each)
+
+
+def weights_read(run: PlannedRun) -> float:
+  """Returns the bytes of the weights that one device reads in the update of a microbatch."""
+  return _READS[run.config.model.remat or REMATS[0]] * _gathered(run)
 
 
 def update_cost(run: PlannedRun) -> packing.Cost:

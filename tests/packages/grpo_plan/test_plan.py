@@ -197,18 +197,6 @@ def test_remedies_follow_from_what_takes_the_memory(run, model, tmp_path):
   assert "model.remat=full" in changes(planned(lowered, room=GIB, refused={"update"}))
 
 
-def test_a_row_that_does_not_fit_is_divided_over_more_devices(model, tmp_path):
-  def found(parts):
-    of_device = f"--config.batching.microbatch_tokens={2048 // parts}"
-    lengths = "--config.rollout.max_tokens=2048", "--config.batching.row_tokens=2048", of_device
-    divided = make(model, tmp_path, *lengths, f"--config.mesh.context={parts}")
-    return {each.change for each in advice.remedies(planned(divided, refused={"update"}))}
-
-  assert "mesh.fsdp=4 mesh.context=2" in found(1)
-  assert "mesh.fsdp=1 mesh.context=8" in found(4)
-  assert not any("context" in each for each in found(8))
-
-
 LORA = ("--config.rollout.prompts_per_step=4", "--config.model.lora.rank=32")
 
 
