@@ -119,6 +119,8 @@ CASES = {
     },
     context=2,
   ),
+  # A part of each row in each of four processes, and one sweep over the head.
+  "parts": Case((1, 1, 1), {**SGD, "loss.kl_coef": 0.0}, context=4),
   "replicas": Case((4, 1, 1), {**SGD, "loss.kl_coef": 0.1, "learn.epochs": 2}),
 }
 

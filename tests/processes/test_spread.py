@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 # The cases that two and four processes compute.
 CASES = {
   2: ("minibatches", "whitened", "adapter", "chosen", "taught", "divided"),
-  4: ("whitened", "replicas"),
+  4: ("whitened", "parts", "replicas"),
 }
 # Their reductions have two members, whose sum does not depend on the order.
 EXACT = ("minibatches", "whitened", "adapter", "divided")
