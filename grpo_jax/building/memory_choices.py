@@ -375,6 +375,7 @@ def _with_rows(
     heads=heads,
     rows=devices // heads,
     cache_dtype=config.engine.cache_dtype,
+    copies_cache=sampler_memory.copies_cache(current_chip()),
   )
   if config.engine.max_rows is None:
     rows = sampler_memory.most_rows(sampler, wanted, left)

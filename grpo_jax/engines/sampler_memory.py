@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from grpo_kernels.implementations import Chip
+
 from grpo_jax.engines import kv_cache, row_cache, sampler_sizes, stored_keys
 from grpo_jax.engines.options import USUAL_ROWS
 from grpo_jax.engines.sampler_inputs import ProgramOptions
@@ -20,6 +22,7 @@ GIB = 1 << 30
 _SIXTEENTH = GIB // 16
 _TILE = kv_cache.WINDOW_MULTIPLE
 _FLOAT32 = 4
+_WITH_BFLOAT16 = 8  # major compute capability of NVIDIA's first GPUs that multiply bfloat16.
 _LOGITS = 6  # arrays [rows V] at once: logits, probabilities, noise and what sorts them.
 
 
@@ -52,6 +55,8 @@ class SamplerPart:
     heads: Devices over which heads are split.
     rows: Devices over which rows are split.
     cache_dtype: Dtype of stored keys and values; see `ProgramOptions`.
+    copies_cache: Whether a decode step copies the cache of sampled tokens before its loop; see
+      `copies_cache`.
   """
 
   model: ModelConfig
@@ -60,6 +65,7 @@ class SamplerPart:
   heads: int = 1
   rows: int = 1
   cache_dtype: str | None = None
+  copies_cache: bool = True
 
   def of(self, rows: int, *, whole_caches: bool) -> Rows:
     """Returns what a number of rows takes.
@@ -84,7 +90,7 @@ class SamplerPart:
       whole_caches: Whether the caches are made for the longest completions at once.
     """
     planned, own_rows = self._planned(rows, whole_caches=whole_caches), self._own(rows)
-    longest = -(-self.sizes["completion_tokens"] // _TILE) * _TILE
+    longest = planned.columns * -(-self.sizes["completion_tokens"] // planned.columns)
     of_row = lambda columns: kv_cache.row_bytes(columns, self._options) // self.heads
 
     def is_too_large(units):
@@ -139,10 +145,20 @@ class SamplerPart:
     layers = collections.Counter(kind.window for kind in self.model.kinds)
     largest = max(both[window] // count for window, count in layers.items())
     program = _LOGITS * _FLOAT32 * own_rows * self.model.vocab_size
-    program += sum(own.values())  # a GPU's compiler copies it before the loop that writes to it.
+    program += sum(own.values()) * self.copies_cache
     # A layer's caches in float32.
     program += _FLOAT32 * self.model.head_dim * largest // stored_keys.head_bytes(options)
     return sum(both.values()), program
+
+
+def copies_cache(chip: Chip) -> bool:
+  """Returns whether a chip's compiler copies the cache before the loop that writes to it.
+
+  A TPU's does, into tiles of another shape. GPUs with bfloat16 units write in place; of older ones
+  the temporaries vary with the number of layers, so the copy stays in their arithmetic.
+  """
+  major = int(chip.compute_capability.partition(".")[0] or 0)
+  return chip.platform != "gpu" or major < _WITH_BFLOAT16
 
 
 def most_rows(part: SamplerPart, wanted: int, room: int) -> Rows:

@@ -85,7 +85,24 @@ class SamplerSizes:
     count = max(bisect.bisect_left(tiles, True, key=leaves_out), 1)
     if self.columns == tile:
       return dataclasses.replace(self, blocks=count)
-    return dataclasses.replace(self, blocks=1, columns=count * tile)
+    return dataclasses.replace(self, blocks=1, columns=_dividing(count * tile, self.completion))
+
+  def levels(self, options: sampler_inputs.ProgramOptions) -> tuple["SamplerSizes", ...]:
+    """Returns the sizes that planned completions make the cache take, these first.
+
+    Each has more columns; where all rows need more than `sampled_bytes`, it has fewer rows.
+    """
+    found = [self]
+    while self.blocks and found[-1].blocks * self.columns < self.completion:
+      longer = self.blocks_of(found[-1].blocks * self.columns + 1, options)
+      if longer <= found[-1].blocks:  # the longest completions are refused.
+        break
+      found.append(dataclasses.replace(self, blocks=longer))
+    return tuple(found)
+
+  def loses_rows(self, options: sampler_inputs.ProgramOptions) -> bool:
+    """Returns whether longer completions leave fewer rows, so that some have to wait."""
+    return any(x.rows_of(x.blocks, options) < self.rows for x in self.levels(options))
 
   def blocks_of(self, tokens: int, options: sampler_inputs.ProgramOptions) -> int:
     """Returns the blocks for completions of that many tokens, one of a few numbers.
@@ -160,9 +177,24 @@ def planned(
     longest = min(longest, max(_fitting_tokens(_CACHE_BYTES // rows, token_bytes), sizes.columns))
     pages = _fitting_pages(dataclasses.replace(made, pages=pages), token_bytes)
   columns = -(-longest // step) * step
-  columns = min(sizes.columns, columns) if form == "ring" else columns
+  if form == "ring":
+    columns = min(sizes.columns, columns)
+  elif longest < completion_tokens:
+    longest = columns = _dividing(columns, completion_tokens)
   blocks, pages = -(-longest // columns), max(pages, table)
   return dataclasses.replace(made, columns=columns, blocks=blocks, pages=pages, is_planned=True)
+
+
+def _dividing(columns: int, tokens: int) -> int:
+  """Returns columns that have a multiple hardly above `tokens`.
+
+  Args:
+    columns: Largest answer; the least is more than half of it.
+    tokens: Tokens of the longest completion.
+  """
+  tile = kv_cache.WINDOW_MULTIPLE
+  most, needed = max(columns // tile, 1), -(-tokens // tile)
+  return tile * min(range(most, most // 2, -1), key=lambda count: -needed % count)
 
 
 def _fitting_tokens(room: int, token_bytes: Mapping[int | None, int]) -> int:

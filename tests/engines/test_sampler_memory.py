@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import pytest
+from grpo_kernels.implementations import Chip
 
 from grpo_jax.engines import (
   kv_cache,
@@ -83,12 +84,50 @@ def test_all_rows_that_are_wanted_if_they_fit_else_a_power_of_two(wanted):
 
 
 def test_the_longest_completion_that_four_gib_hold_counts_windows():
-  limits = {"prompt_tokens": 30, "completion_tokens": 1 << 20, "long_prompts": 64, "form": "rows"}
+  longest = 7 * 9 << 14  # a multiple of both answers.
+  limits = {"prompt_tokens": 30, "completion_tokens": longest, "long_prompts": 64, "form": "rows"}
   columns = lambda sizes: sampler_sizes.planned(64, **limits, token_bytes=sizes).columns
   room = (4 << 30) // 64
   assert columns({None: 1 << 12}) == room >> 12
   assert columns({None: 1 << 12, 1024: 7 << 12}) == (room >> 12) - 7 * 1024
-  assert columns({1024: 8 << 12}) == 1 << 20
+  assert columns({1024: 8 << 12}) == longest
+
+
+QWEN = ModelConfig("qwen2", 151936, 1536, 8960, 28, 12, 2, 128)  # 28 KiB a token.
+LONG = {"prompt_tokens": 1024, "completion_tokens": 31744, "long_prompts": 4, "form": "rows"}
+
+
+def levels_of(gib):
+  """Returns rows and columns of the caches that 64 rows of up to 31,744 tokens grow to."""
+  options = sampler_inputs.ProgramOptions(QWEN, Products("bfloat16"), chunk=16)
+  room = None if gib is None else int(gib * 2**30)
+  settings = {**LONG, "token_bytes": kv_cache.token_bytes(options), "sampled_bytes": room}
+  levels = sampler_sizes.planned(64, **settings).within(options).levels(options)
+  assert all(level.rows == 64 for level in levels)
+  return [(x.rows_of(x.blocks, options), x.blocks * x.columns) for x in levels]
+
+
+def test_a_cache_grows_to_the_longest_completion_and_no_further():
+  whole = [(64, 1984 * n) for n in (1, 2, 4, 8, 16)]  # 31,744 is 16 times 1984.
+  assert levels_of(None) == whole and levels_of(54.25) == whole
+  assert levels_of(28.5) == [*whole[:4], (33, 31744)]
+  least = levels_of(0.5)
+  assert least[:2] == [(64, 256), (36, 512)] and least[-1] == (1, 18688)  # longer ones are refused.
+
+
+@pytest.mark.parametrize(
+  ("chip", "copies"),
+  [("gpu 9.0", 0), ("gpu 8.0", 0), ("gpu 12.0", 0), ("gpu 7.5", 1), ("tpu ", 1), ("cpu ", 1)],
+)
+def test_only_gpus_with_bfloat16_units_write_into_the_cache_in_place(chip, copies):
+  """tests/kernels/test_programs_for_devices.py compiles it."""
+  platform, _, capability = chip.partition(" ")
+  found = sampler_memory.copies_cache(Chip(platform, "", capability))
+  apart = part(copies_cache=False).of(64, whole_caches=True)
+  counted = part(copies_cache=found).of(64, whole_caches=True)
+  columns = row_cache.held_columns(320, None)
+  own = 64 * columns * sum(kv_cache.token_bytes(part()._options).values())
+  assert counted.program - apart.program == copies * own and counted.caches == apart.caches
 
 
 def test_whole_caches_are_not_bounded_by_four_gib():
