@@ -23,7 +23,7 @@ class Arrays:
     reference: The frozen reference policy; 0 if the loss needs none.
     sampler: The embedded sampler's copy of the weights, freed before gradients are computed.
     kept: The part of it that is not freed: that of a base which has an adapter beside it.
-    caches: The sampler's keys and values, also freed.
+    caches: The sampler's keys and values, the most that they grow to; also freed.
     initial: The initial policy, read again to measure how far the policy has moved; 0 if that is
       not measured, or there is a reference.
     gradients: The sum of the gradients; None: as much as the weights.
@@ -85,6 +85,8 @@ PROGRAMS = {
   COPYING_ADAPTER: lambda arrays: arrays.kept,
   "reading prompts": lambda arrays: arrays.sampling,
   "sampling": lambda arrays: arrays.sampling,
+  "reading completions again": lambda arrays: arrays.sampling,
+  "growing keys and values": lambda arrays: arrays.sampling,  # it returns a longer layer.
   "score": lambda arrays: arrays.sampling,
   "teacher": lambda arrays: arrays.sampling,
   "proof of new weights": lambda arrays: arrays.sampling,

@@ -249,13 +249,10 @@ class JaxSampler:
       return []
     weights, options = self._weight_sync.described(params)
     first = self._weight_sync.jobs(params, options)
-    sizes = self._sizes.within(options)
-    waits = sizes.sampled_bytes is not None and sizes.blocks * sizes.columns < sizes.completion
-    reads_again = self._in_flight_updates or waits
+    sizes, kinds = self._sizes.within(options), {"has_filters": self._has_filters}
+    kinds["reads_again"] = self._in_flight_updates or sizes.loses_rows(options)
     with self._at_home():
-      kinds = {"reads_again": reads_again, "has_filters": self._has_filters}
-      own = self._programs.jobs(weights, options, sizes, **kinds)
-    return [*first, *own]
+      return [*first, *self._programs.jobs(weights, options, sizes, **kinds)]
 
   def described(self, params: Any) -> tuple[sampler_weights.SamplerWeights, tuple[Any, Any]]:
     """Describes what lies in memory while completions of the planned sizes are sampled.
@@ -264,12 +261,18 @@ class JaxSampler:
       params: Parameters, as in `programs`.
 
     Returns:
-      Shapes, dtypes and shardings of the weights (some are the trainer's own arrays), and
-      of the caches.
+      Shapes, dtypes and shardings of the weights, some the trainer's own arrays, and of the caches.
     """
     weights, options = self._weight_sync.described(params)
     with self._at_home():
       return weights, caches(options, self._sizes.within(options))
+
+  def later(self, params: Any) -> list[tuple[tuple[Any, Any], list[CompileJob]]]:
+    """Describes the longer caches of planned completions; see `Programs.later` and `programs`."""
+    weights, options = self._weight_sync.described(params)
+    sizes, kinds = self._sizes.within(options), {"has_filters": self._has_filters}
+    with self._at_home():
+      return self._programs.later(weights, options, sizes, **kinds)
 
   def _at_home(self) -> contextlib.AbstractContextManager[Any]:
     """Makes arrays without inputs, such as empty caches on one device, where this samples."""

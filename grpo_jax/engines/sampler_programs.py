@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+import math
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ from grpo_jax.engines import (
   cache_forms,
   decoding,
   kv_cache,
+  ring_cache,
   sampler_inputs,
   scheduling,
 )
@@ -97,19 +100,109 @@ class Programs:
     detail = f"{sizes.prefill} tokens"
     jobs = [self.prefill.job(weights, pages, chunk, options=options, detail=detail)]
     for count in scheduling.row_counts(sizes.rows_of(sizes.blocks, options)):
-      rows = scheduling.make_rows([], count, {}, **row_layout(options, sizes))
-      arguments = (weights, pages, own, abstract(rows), abstract(np.int32(0)))
-      for chosen, kind in _variants(options, has_filters):
-        detail = f"{count} rows{kind}"
-        jobs.append(self.decode.job(*arguments, options=chosen, detail=detail))
+      given = weights, pages, own, count
+      jobs += self._decoding(*given, f"{count} rows", options, sizes, has_filters)
     if reads_again:
-      begun = RunningCompletion(_ANY_REQUEST, None, b"", row=0, token_ids=[0])
-      layout = piece_layout(options, sizes)
-      pieces = next(scheduling.make_pieces([begun], {b"": slot}, **layout, step=1))
-      arguments = (weights, pages, own, abstract(pieces))
       detail = f"{sizes.prefill} tokens"
-      jobs.append(self.read_again.job(*arguments, options=options, detail=detail))
+      jobs.append(self._reading_again(weights, pages, own, detail, options, sizes))
     return jobs
+
+  def later(
+    self,
+    weights: Any,
+    options: sampler_inputs.ProgramOptions,
+    sizes: SamplerSizes,
+    *,
+    has_filters: bool = True,
+  ) -> list[tuple[tuple[Any, Any], list[CompileJob]]]:
+    """Describes what planned completions make the cache of sampled tokens grow to.
+
+    Args:
+      weights: Shapes, dtypes and shardings of the weights.
+      options: Options of the programs.
+      sizes: Sizes of the first cache.
+      has_filters: Whether requests may have top-k, top-p or min-p.
+
+    Returns:
+      For each size after the first, shapes, dtypes and shardings of the caches, and the
+      compilations that take most memory with them.
+    """
+    return [
+      (caches(options, grown), self._later(weights, options, before, grown, has_filters))
+      for before, grown in itertools.pairwise(sizes.levels(options))
+    ]
+
+  def _later(
+    self,
+    weights: Any,
+    options: sampler_inputs.ProgramOptions,
+    before: SamplerSizes,
+    sizes: SamplerSizes,
+    has_filters: bool,
+  ) -> list[CompileJob]:
+    own, pages = caches(options, sizes)
+    old, _ = caches(options, before)
+    options = sizes.applied(options)
+    count = sizes.rows_of(sizes.blocks, options)
+    detail = f"{count} rows × {sizes.blocks * sizes.columns} columns"
+    jobs = self._decoding(weights, pages, own, count, detail, options, sizes, has_filters)
+    if count < sizes.rows:
+      jobs.append(self._reading_again(weights, pages, own, detail, options, sizes))
+    if count == before.rows_of(before.blocks, options):
+      jobs.append(_growing(old, detail, options, before, sizes))
+    return jobs
+
+  def _decoding(
+    self,
+    weights: Any,
+    pages: Any,
+    own: Any,
+    count: int,
+    detail: str,
+    options: sampler_inputs.ProgramOptions,
+    sizes: SamplerSizes,
+    has_filters: bool,
+  ) -> list[CompileJob]:
+    rows = scheduling.make_rows([], count, {}, **row_layout(options, sizes))
+    arguments = (weights, pages, own, abstract(rows), abstract(np.int32(0)))
+    return [
+      self.decode.job(*arguments, options=chosen, detail=f"{detail}{kind}")
+      for chosen, kind in _variants(options, has_filters)
+    ]
+
+  def _reading_again(
+    self,
+    weights: Any,
+    pages: Any,
+    own: Any,
+    detail: str,
+    options: sampler_inputs.ProgramOptions,
+    sizes: SamplerSizes,
+  ) -> CompileJob:
+    slot = Slot(pages=((0,),) * len(sizes.pools(options.config)), length=1)
+    begun = RunningCompletion(_ANY_REQUEST, None, b"", row=0, token_ids=[0])
+    layout = piece_layout(options, sizes)
+    pieces = next(scheduling.make_pieces([begun], {b"": slot}, **layout, step=1))
+    arguments = (weights, pages, own, abstract(pieces))
+    return self.read_again.job(*arguments, options=options, detail=detail)
+
+
+def _growing(
+  old: kv_cache.Cache,
+  detail: str,
+  options: sampler_inputs.ProgramOptions,
+  before: SamplerSizes,
+  sizes: SamplerSizes,
+) -> CompileJob:
+  """Returns the compilation that lengthens the largest layer of a described cache."""
+  width = lambda i: math.prod(jax.tree.leaves(old[i])[0].shape)
+  largest = max(range(len(old)), key=width)
+  window = options.config.kinds[largest].window
+  held = lambda x: ring_cache.held_blocks(x.blocks, window, x.columns)
+  places = {held(sizes): scheduling.regrown(held(before), held(sizes), 0)}
+  static = (window, sizes.blocks, sizes.columns, options)
+  lower = lambda: _grown.lower(old[largest], places, *static)
+  return CompileJob(f"growing keys and values {detail}", lambda: lower().compile(), _REMEDY, lower)
 
 
 def piece_layout(options: sampler_inputs.ProgramOptions, sizes: SamplerSizes) -> dict[str, Any]:

@@ -29,6 +29,13 @@ from grpo_jax.models.errors import ModelError
 from grpo_jax.models.products import Products
 from grpo_plan import target
 
+# Programs of one host's sampler.
+_OF_SAMPLER = (
+  "sampling",
+  "reading prompts",
+  "reading completions again",
+  "growing keys and values",
+)
 # Programs of each place of a batch: their shapes are those of the microbatches.
 OF_BATCHES = ("score", "teacher", "watch", "update")
 
@@ -98,7 +105,7 @@ class PlannedRun:
 
 def mesh_of(run: PlannedRun, job: CompileJob) -> Mesh:
   """Returns the mesh of a program: that of one host for the sampler's, else that of the run."""
-  is_local = program_of(job.name) in ("sampling", "reading prompts")
+  is_local = program_of(job.name) in _OF_SAMPLER
   return run.sampler_mesh if is_local and run.sampler_mesh is not None else run.mesh
 
 
@@ -112,13 +119,18 @@ def program_of(job: str) -> str | None:
 
 
 def largest(jobs: Sequence[CompileJob]) -> list[CompileJob]:
-  """Returns one job of each program: the one with the most rows × tokens."""
-  best: dict[str, CompileJob] = {}
+  """Returns one job of each program: the one with the most rows × tokens.
+
+  Of those of a cache that grows (`JaxSampler.later`) it returns one for each number of columns.
+  """
+  best: dict[tuple[str, str], CompileJob] = {}
   for job in jobs:
-    name = program_of(job.name)
-    if name is not None and (name not in best or size_of(job.name) > size_of(best[name].name)):
-      best[name] = job
-  return list(best.values())
+    name, found = program_of(job.name), re.search(r"× \d+ columns", job.name)
+    key = name or "", found[0] if found else ""
+    if name is not None and (key not in best or size_of(job.name) > size_of(best[key].name)):
+      best[key] = job
+  grown = {name for name, columns in best if columns}
+  return [job for (name, columns), job in best.items() if columns or name not in grown]
 
 
 def smaller(jobs: Sequence[CompileJob]) -> list[CompileJob]:
@@ -238,7 +250,7 @@ def _with_sampler(run: PlannedRun) -> PlannedRun:
   # Caches on one device are made without naming it.
   with sampler, jax.default_device(run.host[0]):
     weights, caches = sampler.described(params)
-    jobs = sampler.programs(params)
+    jobs, later = sampler.programs(params), sampler.later(params)
   is_shared = not is_spread and weights.head.dtype == params["embed"].dtype
   kept = [weights.layers, () if is_shared else weights.head]
   keeps_sampler = ahead_options.is_ahead(config)
@@ -251,13 +263,13 @@ def _with_sampler(run: PlannedRun) -> PlannedRun:
     run.arrays,
     sampler=copies + bytes_of_device(weights.adapters),
     kept=copies if weights.adapters else 0,
-    caches=bytes_of_device(caches),
+    caches=max(bytes_of_device(each) for each in (caches, *(grown for grown, _ in later))),
     keeps_sampler=keeps_sampler,
   )
   return dataclasses.replace(
     run,
     arrays=arrays,
-    jobs=(*jobs, *run.jobs),
+    jobs=(*jobs, *(job for _, of_level in _decisive(later) for job in of_level), *run.jobs),
     sizes=sizes,
     sampler_mesh=jax.tree.leaves(weights)[0].sharding.mesh,
     weights_read=bytes_of_device(
@@ -265,6 +277,14 @@ def _with_sampler(run: PlannedRun) -> PlannedRun:
     ),
     cache_token=_token_bytes(config, run.model),
   )
+
+
+def _decisive(later: Sequence[tuple[Any, Sequence[CompileJob]]]) -> list[Any]:
+  """Returns of longer caches the one with the most bytes, then that of the longest completion."""
+  if not later:
+    return []
+  most = max(later, key=lambda level: bytes_of_device(level[0]))
+  return [most] if most is later[-1] else [most, later[-1]]
 
 
 def _token_bytes(config: Config, model: ModelConfig) -> dict[int | None, int]:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from grpo_kernels.implementations import assumed_chip, chip_of
 
 from grpo_jax.compilation.programs import abstract
 from grpo_jax.engines import (
+  jax_sampler,
   kv_cache,
   sampler_inputs,
   sampler_programs,
@@ -116,3 +118,36 @@ def _params(config: ModelConfig, devices: Sequence[Any], dtype: str) -> Any:
     places = sharding.param_shardings(transformer.logical_axes(config), mesh, shapes=shapes)
   of_leaf = lambda x, at: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype), sharding=at)
   return jax.tree.map(of_leaf, shapes, places)
+
+
+def long_programs(
+  machine: str, tokens: int, sampled_bytes: int | None
+) -> dict[str, tuple[int, int]]:
+  """Compiles what takes most memory when 64 rows have sampled many tokens, for one layer.
+
+  Args:
+    machine: Name of a machine of one device.
+    tokens: Tokens of the longest completion.
+    sampled_bytes: Bytes that the keys and values of sampled tokens may take.
+
+  Returns:
+    Bytes of these keys and values, and of the program besides its arguments, by its name.
+  """
+  (device,) = topologies.devices(topologies.parse(machine))
+  first = mock.patch.object(sampler_sizes, "_CACHE_BYTES", sampler_sizes._CACHE_BYTES // LAYERS)
+  with first, assumed_chip(chip_of(device)), jax.default_device(device):
+    sizes = {"prompt_tokens": PROMPT, "completion_tokens": tokens, "group_size": GROUP}
+    settings = {"compute_dtype": "bfloat16", "max_rows": 64, "has_filters": False}
+    config = config_of(1)
+    with jax_sampler.JaxSampler(
+      config, **sizes, **settings, sampled_bytes=sampled_bytes
+    ) as sampler:
+      found = {}
+      for (own, _), jobs in sampler.later(_params(config, [device], "float32")):
+        held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(own))
+        for job in jobs:
+          assert job.lower is not None
+          memory = job.lower().compile().memory_analysis()
+          outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+          found[job.name] = held, memory.temp_size_in_bytes + outputs
+  return found

@@ -12,9 +12,11 @@ import aot
 import decode_step
 import hlo_kernels
 import pytest
-from aot import TARGET, on_h100
+from aot import TARGET, on_h100, on_tpu
+from grpo_kernels.implementations import chip_of
 
 from grpo_jax.commands import cli
+from grpo_jax.engines import sampler_memory
 from grpo_jax.models.options import REMATS
 from grpo_plan import (
   architectures,
@@ -245,6 +247,38 @@ def test_a_decode_step_on_an_h100_has_few_kernels_and_asks_the_host_nothing(rows
   assert turns[0].nbytes - of_layer.nbytes < head + 2.1 * logits
   # A copy of the keys and values of a layer would take more than half of what the logits take.
   assert found[1].temporary_bytes < 1.5 * logits
+
+
+@on_h100
+def test_an_h100_writes_into_a_long_cache_in_place():
+  """A layer of 64 rows of 31,744 tokens, and of the half of them that half of its memory holds."""
+  row = 31744 * 4 * 2 * 128  # of two key/value heads in bfloat16.
+  found = decode_step.long_programs("h100:1", 31744, 64 * row)
+  found |= decode_step.long_programs("h100:1", 31744, 32 * row)
+  for name, (held, own) in found.items():
+    print(f"{name}: {held / GIB:.3f} GiB, besides {own / GIB:.3f}")
+  taken = lambda name: found[f"{name} columns"]
+  held, own = taken("sampling 64 rows × 31744")
+  assert held == 64 * row and own < 0.05 * held
+  held, own = taken("sampling 32 rows × 31744")
+  assert held == 32 * row and own < 0.05 * held
+  held, own = taken("reading completions again 32 rows × 31744")
+  assert own < 0.05 * held
+  assert taken("growing keys and values 64 rows × 31744")[1] < 1.01 * 64 * row
+  # What is counted before anything is compiled.
+  chip = chip_of(topologies.devices(topologies.parse("h100:1"))[0])
+  assert not sampler_memory.copies_cache(chip)
+
+
+@on_tpu
+def test_a_tpu_copies_a_long_cache_before_a_decode_step():
+  row = 7936 * 4 * 2 * 128
+  found = decode_step.long_programs("v5e-1", 7936, 64 * row)
+  print({name: [f"{x / GIB:.3f} GiB" for x in sizes] for name, sizes in found.items()})
+  held, own = found["sampling 64 rows × 7936 columns"]
+  assert held == 64 * row and held < own < 1.2 * held
+  chip = chip_of(topologies.devices(topologies.parse("v5e-1"))[0])
+  assert sampler_memory.copies_cache(chip)
 
 
 @on_h100

@@ -6,6 +6,7 @@ import pytest
 
 from grpo_jax.building import arrays_in_memory, computation
 from grpo_jax.compilation.programs import CompileJob
+from grpo_jax.engines import sampler_sizes
 from grpo_jax.models import leaves, loading
 from grpo_plan import plan_request, programs, topologies
 
@@ -71,7 +72,9 @@ def test_every_program_of_the_run_is_counted_or_known_to_be_small(run):
     arrays_in_memory.COPYING_ADAPTER,
     "teacher",
     "proof of new weights",
-  }  # of several hosts, or with one, or with servers.
+    "reading completions again",
+    "growing keys and values",
+  }  # of several hosts, or with one, or with servers, or where memory is short.
   needed = set(programs.PROGRAMS) - others
   assert {programs.program_of(name) for name in names} - {None} == needed
   for name in names:
@@ -102,6 +105,8 @@ def test_arrays_beside_each_program(keeps_caches, kept):
     arrays_in_memory.COPYING_ADAPTER: 13,
     "reading prompts": 1113,
     "sampling": 1113,
+    "reading completions again": 1113,
+    "growing keys and values": 1113,
     "score": 1113,
     "teacher": 1113,
     "proof of new weights": 1113,
@@ -138,6 +143,43 @@ def test_largest_shape_of_each_program_is_compiled_first():
     programs.largest(jobs), programs.smaller(jobs)))  # fmt: skip
   assert large == [names[1], "optimizer", "sampling 64 rows"]
   assert small == [names[0], names[2], "sampling 8 rows"]
+
+
+def test_a_cache_that_grows_is_compiled_and_counted_where_it_is_largest(
+  run, model, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(computation.Computation, "jobs", lambda self: [])
+  of_token, began = sum(run.cache_token.values()), [job.name for job in run.jobs]
+  half = make(model, tmp_path, f"--config.engine.cache_gib={64 * 256 * of_token / 8 / 2**30}")
+  names = [job.name for job in programs.largest(half.jobs)]
+  assert "sampling 32 rows × 512 columns" in names and "sampling 64 rows" not in names
+  assert "reading completions again 32 rows × 512 columns" in names
+  assert run.arrays.caches - half.arrays.caches == 64 * 256 * of_token / 8
+  assert not any("columns" in name for name in began)  # its cache begins with all that it needs.
+
+  monkeypatch.setattr(sampler_sizes, "_CACHE_BYTES", 64 * 128 * of_token)
+  grown = make(model, tmp_path)
+  assert run.arrays.caches - grown.arrays.caches == 0
+  of_sampler = [job for job in programs.largest(grown.jobs) if "columns" in job.name]
+  shape = "64 rows × 512 columns"
+  assert [job.name for job in of_sampler] == [
+    f"sampling {shape}",
+    f"growing keys and values {shape}",
+  ]
+  assert {programs.mesh_of(grown, job) for job in of_sampler} == {grown.sampler_mesh}
+  longer, _ = of_sampler[1].lower().out_info
+  assert longer.shape[0] * longer.shape[-1] == 512
+
+
+def test_of_programs_of_a_cache_that_grows_the_larger_ones_are_compiled():
+  names = ["sampling 64 rows", "sampling 64 rows × 900 columns", "sampling 9 rows × 5000 columns"]
+  names += ["reading completions again 1024 tokens", "reading prompts 1024 tokens"]
+  jobs = [CompileJob(name, lambda: None) for name in names]
+  assert [job.name for job in programs.largest(jobs)] == names[1:]
+  assert [job.name for job in programs.smaller(jobs)] == names[:1]
+  placed = [(jax.ShapeDtypeStruct((size,), np.int8), [size]) for size in (1, 5, 4)]
+  decisive = lambda some: [jobs for _, (jobs,) in programs._decisive(some)]
+  assert decisive(placed) == [5, 4] and decisive(placed[:2]) == [5] and decisive([]) == []
 
 
 def test_an_adapter_is_what_has_gradients_and_moments(arrays_of, run, model):
