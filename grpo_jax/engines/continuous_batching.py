@@ -2,18 +2,21 @@
 
 The caches keep their planned sizes, so that a few programs serve all requests. Requests beyond the
 plan make them grow, to powers of two. Where memory does not suffice for all rows, the youngest
-completions are put back into the queue, and are read again when they continue. An idle batcher
-starts again at the first step, so what it computes does not depend on earlier requests.
+completions are put back into the queue, and are read again when they continue; where a device has
+less memory than was counted, all of them are, into smaller caches. An idle batcher starts again at
+the first step, so what it computes does not depend on earlier requests.
 """
 
 import collections
 import dataclasses
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from grpo_jax.compilation.programs import OutOfMemory, is_short_of_memory
 from grpo_jax.engines import (
   kv_cache,
   ring_cache,
@@ -26,12 +29,13 @@ from grpo_jax.engines import (
   stopping,
 )
 from grpo_jax.engines.base import Generation
-from grpo_jax.engines.prompt_pages import Pool
 from grpo_jax.engines.sampled_experts import PromptExperts
 from grpo_jax.engines.sampler_programs import Programs
 from grpo_jax.engines.sampler_sizes import SamplerSizes
 from grpo_jax.engines.scheduling import RunningCompletion, Slot
 from grpo_jax.errors import ExpectedFailure
+
+_log = logging.getLogger(__name__)
 
 
 class NonFiniteLogits(ExpectedFailure, FloatingPointError):
@@ -94,13 +98,25 @@ class ContinuousBatcher:
     self._own: kv_cache.Cache = []
     self._prompts: kv_cache.Cache = []
     self._readings = sampled_experts.Readings()
+    self._failures = 0  # times that memory ended since a chunk was decoded.
 
   @property
   def is_idle(self) -> bool:
     return not self._waiting and not self._active
 
   def submit(self, completions: Sequence[RunningCompletion]) -> None:
-    """Appends completions to the queue."""
+    """Appends completions to the queue.
+
+    Raises:
+      OutOfMemory: One is longer than memory holds, which has been lowered since it was checked.
+    """
+    longest = self._sizes.longest(self.options)
+    for completion in completions:
+      if longest is not None and completion.request.sampling.max_tokens > longest:
+        raise OutOfMemory(
+          f"request {completion.request.request_id!r}: not enough memory for its"
+          f" max_tokens={completion.request.sampling.max_tokens}, but for {longest}"
+        )
     self._waiting.extend(completions)
 
   def drop(self, is_unwanted: Callable[[Any], bool]) -> None:
@@ -129,10 +145,9 @@ class ContinuousBatcher:
 
     Raises:
       NonFiniteLogits: The model's logits are not finite.
+      OutOfMemory: One row of the longest request does not fit into the memory of a device.
     """
-    self._take(weights)
-    self._admit(weights)
-    sampled, logprobs, experts = self._decode_chunk(weights)
+    sampled, logprobs, experts = self._sampled(weights)
     finished, unfinished = [], []
     for completion in self._active:
       row, count = completion.row, int((sampled[completion.row] >= 0).sum())
@@ -146,6 +161,13 @@ class ContinuousBatcher:
         self._leave(completion)
     self._active = unfinished
     return finished
+
+  def sizes_within_memory(self, sizes: SamplerSizes) -> SamplerSizes:
+    """Returns sizes with the memory that this batcher has found for sampled tokens."""
+    limit = self._sizes.sampled_bytes
+    if limit == sizes.sampled_bytes:
+      return sizes
+    return dataclasses.replace(sizes, sampled_bytes=limit).within(self.options)
 
   def tokens_of(self, owner: Any) -> int:
     """Returns the number of tokens of an owner's unfinished completions."""
@@ -171,6 +193,69 @@ class ContinuousBatcher:
     completion.keep(kept)
     self._stats.sampled_tokens += kept - seen
     return None if reason is None else completion.finished(reason, matched)
+
+  def _sampled(
+    self, weights: sampler_weights.SamplerWeights
+  ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Fills the rows and decodes one chunk, in smaller caches if memory ends; see `_decode_chunk`.
+
+    Nothing on the devices is needed afterwards: what failed may have donated or moved any of it.
+    """
+    while True:
+      active, waiting = [*self._active], [*self._waiting]
+      try:
+        self._take(weights)
+        self._admit(weights)
+        found = self._decode_chunk(weights)
+      except (RuntimeError, MemoryError) as error:
+        if not is_short_of_memory(error) or not self._lower([*active, *waiting]):
+          raise
+        self._begin_again(active, waiting, error)
+      else:
+        self._failures = 0
+        return found
+
+  def _lower(self, unfinished: Sequence[RunningCompletion]) -> bool:
+    """Lowers the memory of sampled tokens by a quarter; returns False if it cannot be less.
+
+    The first failure changes nothing: to free both caches is enough where one was to replace the
+    other. One row for the longest request stays possible.
+    """
+    self._failures += 1
+    if self._failures == 1:
+      return True
+    wanted = max(c.request.sampling.max_tokens for c in unfinished)
+    free = dataclasses.replace(self._sizes, sampled_bytes=None)
+    least = free.bytes_of(free.blocks_of(wanted, self.options), 1, self.options)
+    blocks = self._sizes.blocks
+    had = self._sizes.bytes_of(blocks, self._rows_of(blocks), self.options)
+    limit = max(had * 3 // 4, least)
+    if limit >= had:
+      return False
+    lowered = dataclasses.replace(self._sizes, blocks=self._first_blocks, sampled_bytes=limit)
+    self._sizes = lowered.within(self.options)
+    self._first_blocks = self._sizes.blocks
+    return True
+
+  def _begin_again(
+    self, active: list[RunningCompletion], waiting: list[RunningCompletion], error: BaseException
+  ) -> None:
+    """Frees the caches and puts all completions into the queue; they keep their tokens."""
+    self._own, self._prompts, self._slots, self._active = [], [], {}, []
+    self._readings, limit = sampled_experts.Readings(), self._sizes.sampled_bytes
+    for completion in [*active, *waiting]:
+      completion.row, completion.key = -1, scheduling.prompt_key(completion.request)
+      if not completion.token_ids:
+        completion.prompt_experts = None  # of a reading that was not fetched.
+    self._waiting = collections.deque([*active, *waiting])
+    self._stats.preemptions += len(active)
+    _log.warning(
+      "the sampler's memory ended: %d completions are read again, with %s GiB for keys and values"
+      " of sampled tokens (docs/sampler.md). %s",
+      len(active),
+      "any" if limit is None else f"at most {limit / 2**30:.3g}",
+      " ".join(str(error).split())[:300],
+    )
 
   def _leave(self, completion: RunningCompletion) -> None:
     self._slots[completion.key].users -= 1
@@ -277,24 +362,14 @@ class ContinuousBatcher:
     """Reserves pages for a prompt; returns False if too few are free."""
     length = len(completion.request.prompt_ids) - 1
     pools = self._sizes.pools(self.options.config)
-    pages = self._free_pages(pools, length)
+    pages = scheduling.free_pages(self._slots, pools, length)
     if pages is None:
       self._release_slots(set())
-      pages = self._free_pages(pools, length)
+      pages = scheduling.free_pages(self._slots, pools, length)
     if pages is None:
       return False
     self._slots[key] = Slot(pages, length, prompt=completion.key)
     return True
-
-  def _free_pages(self, pools: Sequence[Pool], length: int) -> tuple[tuple[int, ...], ...] | None:
-    """Returns pages for a prompt; None if too few of the layers of a window are free."""
-    found = []
-    for i, pool in enumerate(pools):
-      used = {page for slot in self._slots.values() for page in slot.pages[i]}
-      free = [page for page in range(pool.count) if page not in used]
-      found.append(tuple(free[: pool.needed(length)]))
-    is_enough = all(len(f) == pool.needed(length) for f, pool in zip(found, pools, strict=True))
-    return tuple(found) if is_enough else None
 
   def _place(self, new: list[RunningCompletion]) -> None:
     """Assigns rows, in the smallest compiled number of rows; notes which rows must move."""

@@ -480,6 +480,8 @@ class JaxSampler:
       )
     session.drop(lambda call: call.is_left)
     finished = [] if session.is_idle else session.advance(weights, version)
+    with self._lock:
+      self._sizes = session.sizes_within_memory(self._sizes)
     unfinished = {id(call): session.tokens_of(call) for call in calls}
     if session.is_idle and self._sizes.is_planned:
       session.rest()

@@ -56,9 +56,19 @@ def fitting_rows(room: int, wanted: int, columns: int, options: ProgramOptions) 
 
   If devices have parts of the wanted rows, they have equal parts of those that fit.
   """
-  parts = _parts(options.row_axes, options)
-  parts = 1 if wanted % parts else parts
+  parts = _row_parts(wanted, options)
   return min(wanted, parts * (room // row_bytes(columns, options)))
+
+
+def rows_of_device(rows: int, wanted: int, options: ProgramOptions) -> int:
+  """Returns how many of some rows one device has, where all that are wanted may be in parts."""
+  return -(-rows // _row_parts(wanted, options))
+
+
+def _row_parts(wanted: int, options: ProgramOptions) -> int:
+  """Returns the number of parts in which devices have the wanted rows; 1: each has all of them."""
+  parts = _parts(options.row_axes, options)
+  return 1 if wanted % parts else parts
 
 
 def _parts(axes: Any, options: ProgramOptions) -> int:

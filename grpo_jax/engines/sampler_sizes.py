@@ -73,6 +73,11 @@ class SamplerSizes:
       return self.rows
     return kv_cache.fitting_rows(self.sampled_bytes, self.rows, blocks * self.columns, options)
 
+  def bytes_of(self, blocks: int, rows: int, options: sampler_inputs.ProgramOptions) -> int:
+    """Returns the bytes of each device for which `rows_of` these blocks is at least `rows`."""
+    own_rows = kv_cache.rows_of_device(rows, self.rows, options)
+    return own_rows * kv_cache.row_bytes(blocks * self.columns, options)
+
   def within(self, options: sampler_inputs.ProgramOptions) -> "SamplerSizes":
     """Returns sizes with which the first cache of sampled tokens has room for all rows."""
     if self.rows_of(self.blocks, options) == self.rows:

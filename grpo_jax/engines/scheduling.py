@@ -91,6 +91,19 @@ def prompt_key(request: GenerationRequest, *, copy: int = 0) -> bytes:
   return np.concatenate([ids, np.full(copy, -1)]).tobytes() if copy else ids.tobytes()
 
 
+def free_pages(
+  slots: Mapping[bytes, Slot], pools: Sequence[Pool], length: int
+) -> tuple[tuple[int, ...], ...] | None:
+  """Returns pages for a prompt; None if too few of the layers of a window are free."""
+  found = []
+  for i, pool in enumerate(pools):
+    used = {page for slot in slots.values() for page in slot.pages[i]}
+    free = [page for page in range(pool.count) if page not in used]
+    found.append(tuple(free[: pool.needed(length)]))
+  is_enough = all(len(f) == pool.needed(length) for f, pool in zip(found, pools, strict=True))
+  return tuple(found) if is_enough else None
+
+
 def longest(completions: Sequence[RunningCompletion], chunk: int) -> int:
   """Returns the tokens of the longest completion at the end of the next chunk of decode steps."""
   lengths = (min(len(c.token_ids) + chunk, c.request.sampling.max_tokens) for c in completions)
