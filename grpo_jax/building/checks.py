@@ -138,7 +138,6 @@ def check_attention(config: Config, mesh: Mesh, *, width: int | None = None) -> 
       _chip(mesh),
       dtype=dtype,
       width=width,
-      in_parts=sharding.row_parts(mesh) > 1,
     )
   except (ValueError, NotImplementedError) as error:
     raise configuration.ConfigError(f"model.attention: {error}") from error

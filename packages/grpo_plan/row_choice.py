@@ -10,17 +10,13 @@ mesh does not hold the row, the update of the chosen one is compiled, too.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-
-from grpo_kernels.attention import choice
-from grpo_kernels.implementations import chip_of
+from collections.abc import Callable, Iterator, Mapping
 
 from grpo_jax.building.memory_choices import GIB
 from grpo_jax.config import configuration
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.config.options import Config
 from grpo_jax.learn import sharding
-from grpo_jax.models.products import Products
 from grpo_plan import roofline, row_traffic, workload
 from grpo_plan.compiling import Compiled
 from grpo_plan.programs import PlannedRun
@@ -242,7 +238,6 @@ def lines(found: RowChoice) -> Iterator[str]:
   for each in found.alternatives:
     if each is not own and each.compiled is not None:
       yield _agreement(each, found.room)
-  yield from _of_kernels(own.run, found.alternatives)
 
 
 def _shown(each: Alternative, room: int) -> str:
@@ -286,21 +281,6 @@ def _agreement(each: Alternative, room: int) -> str:
     f"the compiler {agrees}: the update with {name} takes {_gib(each.peak)} of {_gib(room)} GiB,"
     f" arithmetic {_gib(each.counted)}"
   )
-
-
-def _of_kernels(run: PlannedRun, alternatives: Sequence[Alternative]) -> Iterator[str]:
-  """Yields that rows in parts have another attention than whole ones, where it is so."""
-  name, width = run.config.model.attention, run.model.head_dim
-  if name is not None or len(alternatives) == 1:
-    return
-  chip = chip_of(run.mesh.devices.flat[0])
-  dtype = Products(run.config.model.compute_dtype).compute_dtype
-  whole, parts = (choice.default(chip, dtype, width, in_parts)[0] for in_parts in (False, True))
-  if whole != parts:
-    yield (
-      f"attention of whole rows is {whole} here and that of rows in parts {parts}: with"
-      " mesh.context > 1 an update takes longer than these seconds say"
-    )
 
 
 def to_json(found: RowChoice | None) -> dict[str, object] | None:

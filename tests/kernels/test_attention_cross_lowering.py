@@ -43,6 +43,21 @@ def passes(implementation, *, window=None):
   return {"forward": loss, "value_and_grad": jax.value_and_grad(loss, argnums=(0, 1, 2))}
 
 
+def of_part(implementation, model, length, *, parts, window=None):
+  """Returns the gradients of a loss of the queries of one part of a row, and its arguments."""
+  _, k, v, *numbers = structs(model, length)
+  q, *_, of_queries = structs(model, length // parts)
+
+  def loss(q, k, v, of_queries, order, segment_ids, positions):
+    seen = visible.visible(segment_ids, positions=positions, window=window)
+    seen = seen._replace(places=visible.Places(of_queries, order))
+    if window is not None:
+      seen = seen._replace(positions=of_queries)
+    return jnp.sum(core.attend(implementation, BFLOAT16, q, k, v, seen)[0] ** 2)
+
+  return jax.value_and_grad(loss, argnums=(0, 1, 2)), (q, k, v, of_queries, *numbers)
+
+
 def squares_in(text, length):
   """Whether a program has an array with as many elements as a row has pairs."""
   wholes = {-(-length // tile) * tile for tile in (1, 128, 256)}
@@ -79,22 +94,12 @@ def test_kernels_lower_with_a_window(platform):
 
 @pytest.mark.long
 @pytest.mark.parametrize("window", [None, 500])
-@pytest.mark.parametrize("platform", ["tpu"])
+@pytest.mark.parametrize("platform", list(KERNELS))
 def test_kernels_lower_for_an_eighth_of_a_row(platform, window):
   """The queries of 4096 places of 32768, and all keys."""
   implementation, custom_call, count = KERNELS[platform]
-  _, k, v, *numbers = structs("Llama-3-8B", 32768)
-  q, *_, of_queries = structs("Llama-3-8B", 4096)
-
-  def loss(q, k, v, of_queries, order, segment_ids, positions):
-    seen = visible.visible(segment_ids, positions=positions, window=window)
-    seen = seen._replace(places=visible.Places(of_queries, order))
-    if window is not None:
-      seen = seen._replace(positions=of_queries)
-    return jnp.sum(core.attend(implementation, BFLOAT16, q, k, v, seen)[0] ** 2)
-
-  gradients = jax.value_and_grad(loss, argnums=(0, 1, 2))
-  text = lowered(gradients, (q, k, v, of_queries, *numbers), platform)
+  function, arguments = of_part(implementation, "Llama-3-8B", 32768, parts=8, window=window)
+  text = lowered(function, arguments, platform)
   assert text.count(custom_call) == count
 
 

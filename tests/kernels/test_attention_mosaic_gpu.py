@@ -149,6 +149,11 @@ def check(rows, heads, kv_heads, width, *, window=None, times=1):
   for again in others:
     for one, other in zip(first, again, strict=True):
       np.testing.assert_array_equal(one, other)
+  compare(first, rows, arrays, of_log_sum, window)
+
+
+def compare(first, rows, arrays, of_log_sum, window):
+  """Fails unless what kernels found is what float64 and the reference find."""
   mask = allowed(rows, window)
   right = exact(mask, arrays, of_log_sum)
   assert all(np.isfinite(np.asarray(x, np.float64)).all() for x in first)
@@ -193,6 +198,80 @@ CASES = {
 def test_kernels_equal_float64_and_round_as_the_reference(case):
   rows, heads, window = CASES[case]
   check(rows, *heads, window=window, times=2 if "pieces" in case else 1)
+
+
+def found_in_parts(rows, arrays, of_log_sum, count, *, chunk, window=None):
+  """Returns what the kernels find where rows are dealt out in parts, at the places of rows.
+
+  Args:
+    rows: Packed rows.
+    arrays: q, k, v and the cotangent of the output.
+    of_log_sum: Cotangent of the log-sum-exp.
+    count: Number of parts, each of which is computed by itself with the keys of all.
+    chunk: Places that stay together; the order of the chunks is any.
+    window: Window of the layer.
+  """
+  rng = np.random.default_rng(count)
+  batch, length = rows.segment_ids.shape
+  chunks = np.arange(length, dtype=np.int32).reshape(-1, chunk)
+  order = np.stack([rng.permutation(chunks).reshape(-1) for _ in range(batch)])
+  in_order = lambda x, order: np.take_along_axis(
+    np.asarray(x), order.reshape(*order.shape, *[1] * (x.ndim - 2)), axis=1
+  )
+  q, k, v, g = arrays
+  k, v = k.astype(jnp.float32), v.astype(jnp.float32)  # so that parts of sums are not rounded.
+  settings = core.Settings(BFLOAT16, interpret=True)
+
+  @jax.jit
+  def run(own, q, k, v, g, of_log_sum, rows):
+    positions = None if window is None else rows.positions
+    seen = visible.visible(*rows[:2], positions=positions, window=window)
+    take = lambda x, order: None if x is None else jnp.take_along_axis(x, order, axis=1)
+    seen = visible.Visible(
+      take(seen.until, order),
+      take(positions, own),
+      take(seen.limit, order),
+      places=visible.Places(own, jnp.asarray(order)),
+    )
+    attend = lambda *qkv: core.attend(mosaic_gpu, settings, *qkv, seen)
+    found, pull = jax.vjp(attend, q, k, v)
+    return *found, *pull((g.astype(jnp.float32), of_log_sum))
+
+  shape = q.shape
+  out, dq = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+  dk, dv = np.zeros(k.shape, np.float32), np.zeros(k.shape, np.float32)
+  log_sum = np.zeros(of_log_sum.shape, np.float32).swapaxes(1, 2)
+  for own in np.split(order, count, axis=1):
+    dealt = [in_order(x, own) for x in (q, g, of_log_sum.swapaxes(1, 2))]
+    found = run(
+      own,
+      dealt[0],
+      in_order(k, order),
+      in_order(v, order),
+      dealt[1],
+      dealt[2].swapaxes(1, 2),
+      Rows(*map(jnp.asarray, rows)),
+    )
+    one = [np.asarray(x, np.float32) for x in found]
+    for b in range(batch):
+      out[b, own[b]], log_sum[b, own[b]], dq[b, own[b]] = one[0][b], one[1][b].T, one[2][b]
+      dk[b, order[b]] += one[3][b]
+      dv[b, order[b]] += one[4][b]
+  # Sums of parts are float32; those of whole rows are rounded, as the comparison expects.
+  return out, log_sum.swapaxes(1, 2), dq, *(jnp.asarray(x, jnp.bfloat16) for x in (dk, dv))
+
+
+@interpreted
+@pytest.mark.parametrize(
+  ("count", "chunk", "heads", "window"),
+  [(2, 64, (2, 1, 64), 40), (4, 32, (1, 1, 128), None), (8, 16, (1, 1, 64), None)],
+)
+def test_parts_of_rows_see_what_their_places_see(count, chunk, heads, window):
+  """Chunks shorter than tiles, so that a tile has places of several."""
+  rows = packed(256, [(100, 30, 0, 40), (20, 1, 50)], [(130, 100)])
+  arrays, of_log_sum = problem(rows, *heads)
+  found = found_in_parts(rows, arrays, of_log_sum, count, chunk=chunk, window=window)
+  compare(found, rows, arrays, of_log_sum, window)
 
 
 def first_pass(implementation, size=1.0):

@@ -133,14 +133,28 @@ ATTENTION = [
 ]
 
 
-def compiled_attention(model, length, window, which):
-  """Compiles attention of 16384 tokens at the size of one model, and checks its kernels."""
-  function = lowering_of_attention.passes(mosaic_attention, window=window)[which]
-  arguments = lowering_of_attention.structs(model, length, rows=TOKENS // length)
+def compiled_attention(model, length, window, which, *, parts=1):
+  """Compiles attention at the size of one model, and checks its kernels.
+
+  Args:
+    model: Name of the model.
+    length: Tokens of a row. Rows have 16384 together, unless they are dealt out in parts.
+    window: Window of its layers.
+    which: Pass of `lowering_of_attention.passes`.
+    parts: Number of parts of a row, one of which is computed, with gradients.
+  """
+  if parts > 1:
+    function, arguments = lowering_of_attention.of_part(
+      mosaic_attention, model, length, parts=parts, window=window
+    )
+  else:
+    function = lowering_of_attention.passes(mosaic_attention, window=window)[which]
+    arguments = lowering_of_attention.structs(model, length, rows=TOKENS // length)
   made = aot.compile_for("h100", function, arguments)
   kernels = [kernel for kernel in made.kernels if kernel.name.startswith("attention_")]
   said = ", ".join(f"{x.name.split('_mosaic')[0]} {x.registers}" for x in kernels)
-  print(f"h100 attention {model} {length} {window} {which}: {made.temporary_bytes / MIB:.1f} MiB")
+  row = f"{length} / {parts} {window}"
+  print(f"h100 attention {model} {row} {which}: {made.temporary_bytes / MIB:.1f} MiB")
   print(f"  registers: {said}")
   assert [kernel for kernel in kernels if kernel.spilled_bytes] == []
   assert max(kernel.registers for kernel in kernels) <= 168
@@ -157,6 +171,25 @@ def test_attention_spills_no_register_and_holds_no_pairs_on_an_h100(model, lengt
   parts = 2 * 2 * 4 * TOKENS * kv_heads * width  # of dK and dV; two for each tile of keys.
   output = 2 * TOKENS * heads * width  # in bfloat16.
   assert made.temporary_bytes <= parts + 4 * output + 4 * MIB
+
+
+@on_h100
+@pytest.mark.parametrize(
+  ("model", "length", "window"),
+  [
+    ("SmolLM2-135M", 32768, None),
+    ("Qwen2.5-1.5B", 131072, None),
+    ("Llama-3-8B", 32768, None),
+    ("Qwen3-4B", 32768, 4096),
+  ],
+)
+def test_attention_of_an_eighth_of_a_row_spills_no_register_on_an_h100(model, length, window):
+  made, names = compiled_attention(model, length, window, "value_and_grad", parts=8)
+  assert len(names) == 4
+  heads, kv_heads, width = lowering_of_attention.MODELS[model]
+  parts = 2 * 2 * 4 * length * kv_heads * width  # of dK and dV, which are for all keys.
+  keys, queries = 4 * length * kv_heads * width, 2 * length // 8 * heads * width
+  assert made.temporary_bytes <= parts + 2 * keys + 4 * queries + 4 * MIB
 
 
 @on_h100

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from grpo_kernels import row_parts
-from grpo_kernels.attention import Attention, Partition, choice, core, sharded, visible, xla_blocked
+from grpo_kernels.attention import Attention, Partition, core, sharded, visible, xla_blocked
 from grpo_kernels.row_parts import RowParts
 from jax.sharding import Mesh
 
@@ -139,15 +139,7 @@ def test_a_mesh_changes_nothing(sizes, heads, kv_heads):
     np.testing.assert_allclose(mine, right, atol=2e-6)
 
 
-def test_kernels_that_take_whole_rows_only_are_refused():
-  chip = choice.Chip("gpu", "NVIDIA H100 80GB HBM3", "9.0")
-  settings = {"dtype": "bfloat16", "width": 128}
-  with pytest.raises(NotImplementedError, match=r"'mosaic_gpu' takes whole rows.*xla_blocked"):
-    choice.pick("mosaic_gpu", chip, **settings, in_parts=True)
-  name, reason = choice.default(chip, **settings, in_parts=True)
-  assert name == "xla_blocked" and "takes whole rows" in reason
-  tpu = choice.Chip("tpu", "TPU v5e")
-  assert choice.default(tpu, **settings, in_parts=True) == ("pallas_tpu", "")
+def test_rows_that_cannot_be_divided_are_refused():
   with pytest.raises(ValueError, match="rows of 30 places cannot be divided over 4 devices"):
     over(2, 4).parts.dealt(orders()[:, :30], orders()[:, :30])
   with pytest.raises(ValueError, match="need a partition with a place_axis"):

@@ -99,7 +99,7 @@ class Attention:
       width: Width E of a head.
       products: Options of the two products.
     """
-    chosen = self._chosen(products, width, seen)
+    chosen = self._chosen(products, width)
     return seen._replace(tiles=chosen.prepare(seen, width))
 
   def dealt(self, seen: Visible, order: Int[Array, "B T"]) -> Visible:
@@ -178,14 +178,13 @@ class Attention:
   def _call(self, function, q: Array, k: Array, v: Array, seen: Visible, products: Products):
     """Calls a function of `core` with the implementation that runs here."""
     core.check_heads(q, k, v)
-    return function(self._chosen(products, q.shape[-1], seen), Settings(products), q, k, v, seen)
+    return function(self._chosen(products, q.shape[-1]), Settings(products), q, k, v, seen)
 
-  def _chosen(self, products: Products, width: int, seen: Visible):
+  def _chosen(self, products: Products, width: int):
     """Returns the implementation that runs here."""
     mesh = None if self.partition is None else self.partition.mesh
     chip = choice.current_chip() if mesh is None else choice.chip_of(mesh.devices.flat[0])
     settings: Any = {"dtype": products.compute_dtype, "width": width}
-    settings["in_parts"] = seen.places is not None
     module = choice.pick(self.implementation, chip, **settings)
     return module if self.partition is None else sharded.Sharded(module, self.partition)
 

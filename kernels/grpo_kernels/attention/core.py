@@ -6,7 +6,7 @@ module. This file puts the custom VJP around them, so that no implementation nee
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -207,13 +207,25 @@ def _backward(implementation, settings, residuals, cotangents):
 _attend.defvjp(_forward, _backward)
 
 
-def padded(length: int, seen: Visible, *arrays: Array) -> tuple[Any, ...]:
-  """Returns the visibility and arrays [B T ...] with padding on the right, up to a length."""
-  missing = length - seen.until.shape[1]
-  if not missing:
-    return seen, *arrays
-  pad = lambda x: jnp.pad(x, ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2))
-  return visible.padded(seen, length), *(pad(x) for x in arrays)
+def padded(
+  size: int, seen: Visible, queries: Sequence[Array], keys: Sequence[Array]
+) -> tuple[Visible, list[Array], list[Array]]:
+  """Returns rows with padding on the right, up to whole tiles.
+
+  Args:
+    size: Number of tokens of a tile.
+    seen: Visibility of the rows.
+    queries: Arrays [B T ...].
+    keys: Arrays [B S ...].
+  """
+
+  def pad(x: Array) -> Array:
+    missing = -x.shape[1] % size
+    return jnp.pad(x, ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2)) if missing else x
+
+  of_queries, of_keys = [*map(pad, queries)], [*map(pad, keys)]
+  seen = visible.padded(seen, of_keys[0].shape[1], of_queries[0].shape[1])
+  return seen, of_queries, of_keys
 
 
 def check_heads(q: Array, k: Array, v: Array) -> None:

@@ -12,6 +12,10 @@ products for 5; in return dQ, dK and dV have one owner each and nothing is added
 Limits: bfloat16, heads of 64 or 128, on NVIDIA's Hopper; any number of query heads for a key/value
 head. Soft limit, where copies are made: rows are padded to a multiple of 128 tokens.
 
+Where rows are dealt out in parts, the lists are those of a part's queries and of all keys of its
+row, and masks read the places of both. dK and dV, which are a part of a sum then, are float32.
+Parts were compared in the simulator and compiled for an H100; they were not run on one.
+
 Blocks of one launch for 4 rows of 4096 (prompts of 512 with 16 completions of 512, 12/2 heads of
 128): 1536 for the output and for dQ, 352 for dK and dV; 132 run at once. By list
 scheduling of their tiles the last of the 352 ends 1.11 times as late as if all multiprocessors were
@@ -61,8 +65,9 @@ class Kernels:
 
   def prepare(self, seen: Visible, width: int) -> Work:
     """Returns the lists of the three kernels; see `core.Implementation`."""
-    tiles = self._tiles(width)
-    seen = visible.padded(seen._replace(tiles=None), _whole(seen.until.shape[1]))
+    tiles, keys = self._tiles(width), seen.until.shape[1]
+    queries = keys if seen.places is None else seen.places.queries.shape[1]
+    seen = visible.padded(seen._replace(tiles=None), _whole(keys), _whole(queries))
     return Work(
       tiling.lists(seen, tiles.queries, tiles.keys),
       tiling.lists(seen, tiles.queries, tiles.keys_dq),
@@ -73,8 +78,8 @@ class Kernels:
     self,
     settings: Settings,
     q: Float[Array, "B T H E"],
-    k: Float[Array, "B T K E"],
-    v: Float[Array, "B T K E"],
+    k: Float[Array, "B S K E"],
+    v: Float[Array, "B S K E"],
     seen: Visible,
   ) -> tuple[Float[Array, "B T H E"], Float[Array, "B H T"]]:
     """Returns output (bfloat16) and log-sum-exp; see `core.Implementation`.
@@ -84,7 +89,7 @@ class Kernels:
     """
     _check(q)
     length, work = q.shape[1], seen.tiles
-    seen, q, k, v = core.padded(_whole(length), seen._replace(tiles=None), q, k, v)
+    seen, (q,), (k, v) = _padded(seen, [q], [k, v])
     found = kernels.forward(settings, self._tiles(q.shape[-1]), work.forward, seen, q, k, v)
     out, log_sum = found
     return out[:, :length], log_sum[..., :length]
@@ -93,31 +98,39 @@ class Kernels:
     self,
     settings: Settings,
     q: Float[Array, "B T H E"],
-    k: Float[Array, "B T K E"],
-    v: Float[Array, "B T K E"],
+    k: Float[Array, "B S K E"],
+    v: Float[Array, "B S K E"],
     seen: Visible,
     log_sum: Float[Array, "B H T"],
     delta: Float[Array, "B H T"],
     g: Float[Array, "B T H E"],
-  ) -> tuple[Float[Array, "B T H E"], Float[Array, "B T K E"], Float[Array, "B T K E"]]:
+  ) -> tuple[Float[Array, "B T H E"], Float[Array, "B S K E"], Float[Array, "B S K E"]]:
     """Returns the cotangents of queries, keys and values in bfloat16; see `core.Implementation`.
+
+    Those of keys and values are float32 for a part of a row: they are added to those of its others.
 
     Raises:
       NotImplementedError: Queries are not bfloat16, or their width is not 64 or 128.
     """
     _check(q)
-    length, work, tiles = q.shape[1], seen.tiles, self._tiles(q.shape[-1])
-    seen, q, k, v, g = core.padded(_whole(length), seen._replace(tiles=None), q, k, v, g)
+    (length, of_keys), work, tiles = (q.shape[1], k.shape[1]), seen.tiles, self._tiles(q.shape[-1])
+    seen, (q, g), (k, v) = _padded(seen, [q, g], [k, v])
     missing = ((0, 0), (0, 0), (0, q.shape[1] - length))
     log2_sum, delta = (jnp.pad(x, missing) for x in (log_sum * LOG2_E, delta))
     given = seen, q, k, v, log2_sum, delta, g
     dq = kernels.backward_q(settings, tiles, work.dq, *given)
     parts = kernels.backward_kv(settings, tiles, work.dkv, *given)
-    dk, dv = kernels.sums(settings, tiles, work.dkv, parts)
-    return dq[:, :length], dk[:, :length], dv[:, :length]
+    dtype = jnp.bfloat16 if seen.places is None else jnp.float32
+    dk, dv = kernels.sums(settings, tiles, work.dkv, parts, dtype)
+    return dq[:, :length], dk[:, :of_keys], dv[:, :of_keys]
 
   def _tiles(self, width: int) -> Tiles:
     return self.tiles or tiling.TILES[width]
+
+
+def _padded(seen: Visible, queries: list[Array], keys: list[Array]):
+  """Returns the visibility, without tiles, and arrays with padding; see `core.padded`."""
+  return core.padded(tiling.ROW_MULTIPLE, seen._replace(tiles=None), queries, keys)
 
 
 def _whole(length: int) -> int:

@@ -24,6 +24,7 @@ Arguments that the kernels share:
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -53,8 +54,8 @@ def forward(
   lists: Lists,
   seen: Visible,
   q: Float[Array, "B T H E"],
-  k: Float[Array, "B T K E"],
-  v: Float[Array, "B T K E"],
+  k: Float[Array, "B S K E"],
+  v: Float[Array, "B S K E"],
 ) -> tuple[Float[Array, "B T H E"], Float[Array, "B H T"]]:
   """Returns the output in bfloat16 and the log-sum-exp; see `core.Implementation`.
 
@@ -123,8 +124,8 @@ def backward_q(
   lists: Lists,
   seen: Visible,
   q: Float[Array, "B T H E"],
-  k: Float[Array, "B T K E"],
-  v: Float[Array, "B T K E"],
+  k: Float[Array, "B S K E"],
+  v: Float[Array, "B S K E"],
   log2_sum: Float[Array, "B H T"],
   delta: Float[Array, "B H T"],
   g: Float[Array, "B T H E"],
@@ -191,8 +192,8 @@ def backward_kv(
   pieces: Pieces,
   seen: Visible,
   q: Float[Array, "B T H E"],
-  k: Float[Array, "B T K E"],
-  v: Float[Array, "B T K E"],
+  k: Float[Array, "B S K E"],
+  v: Float[Array, "B S K E"],
   log2_sum: Float[Array, "B H T"],
   delta: Float[Array, "B H T"],
   g: Float[Array, "B T H E"],
@@ -262,8 +263,9 @@ def sums(
   tiles: Tiles,
   pieces: Pieces,
   parts: list[Float[Array, "B slots K keys E"]],
-) -> list[Float[Array, "B T K E"]]:
-  """Returns dK and dV in bfloat16: the sums of the parts of each tile of keys, in their order."""
+  dtype: Any,
+) -> list[Float[Array, "B S K E"]]:
+  """Returns dK and dV in a dtype: the sums of the parts of each tile of keys, in their order."""
   batch, _, kv_heads, size, width = parts[0].shape
   count, half = pieces.first.shape[1] - 1, size // CONSUMERS
 
@@ -277,10 +279,10 @@ def sums(
         return found + hopper.load(part.at[row, place, head, pl.ds(mine, half)], MATRIX)
 
       found = plgpu.layout_cast(jnp.zeros((half, width), jnp.float32), MATRIX)
-      found = lax.fori_loop(begin, end, add, found).astype(jnp.bfloat16)
+      found = lax.fori_loop(begin, end, add, found).astype(dtype)
       out[row, pl.ds(tile * size + mine, half), head] = found
 
-  out = jax.ShapeDtypeStruct((batch, count * tiles.keys_dkv, kv_heads, width), jnp.bfloat16)
+  out = jax.ShapeDtypeStruct((batch, count * tiles.keys_dkv, kv_heads, width), dtype)
   return hopper.kernel(
     body,
     [out, out],
@@ -324,12 +326,10 @@ class _QueryBlock:
 
   def queries(self, warpgroup) -> Numbers:
     """Returns what the mask needs of the queries of a consumer."""
-    half = self.tiles.queries // CONSUMERS
+    half, here = self.tiles.queries // CONSUMERS, self.share(warpgroup)
     place = lambda: blocks.places(self.first(warpgroup), half, BY_ROW)
-    if self.seen.limit is None:
-      return (place,)
-    positions = hopper.load(self.seen.positions.at[self.row, self.share(warpgroup)])
-    return place, lambda: positions
+    found = [hopper.load(x.at[self.row, here]) for x in _of_queries(self.seen)]
+    return _with_places(self.seen, place, [lambda x=x: x for x in found])
 
   def entry(self, step):
     """Returns the entry of the tile that comes by in a step."""
@@ -341,7 +341,8 @@ class _QueryBlock:
     first = tiling.tile_of(entry) * self.size
     place = lambda: blocks.places(first, self.size, BY_COLUMN)
     numbers = [lambda x=x: hopper.load(x.at[slot], BY_COLUMN) for x in keys.slots[1:]]
-    return blocks.masked(scores, entry, queries, [place, *numbers], query_axis=0)
+    numbers = _with_places(self.seen, place, numbers)
+    return blocks.masked(scores, entry, queries, numbers, query_axis=0)
 
   def rings(self, width: int) -> tuple[Ring, Ring]:
     """Returns the types of the rings of keys and of values."""
@@ -400,7 +401,7 @@ class _KeyBlock:
     half, here = self.tiles.keys_dkv // CONSUMERS, self.share(warpgroup)
     place = lambda: blocks.places(self.first(warpgroup), half, BY_ROW)
     found = [hopper.load(x.at[self.row, here]) for x in _of_keys(self.seen)]
-    return place, *(lambda x=x: x for x in found)
+    return _with_places(self.seen, place, [lambda x=x: x for x in found])
 
   def entry(self, step):
     """Returns the entry of the tile that comes by in a step."""
@@ -416,7 +417,8 @@ class _KeyBlock:
     first = tiling.tile_of(entry) * self.tiles.queries_dkv
     place = lambda: first + hopper.load(offsets, BY_COLUMN)
     numbers = [lambda x=x: hopper.load(x.at[slot], BY_COLUMN) for x in queries.slots[2:]]
-    return blocks.masked(scores, entry, [place, *numbers], keys, query_axis=1)
+    numbers = _with_places(self.seen, place, numbers)
+    return blocks.masked(scores, entry, numbers, keys, query_axis=1)
 
   def run(self, consume, width: int, of_queries, of_slopes, *, interpret: bool) -> None:
     """Runs the warpgroups of the block.
@@ -430,7 +432,7 @@ class _KeyBlock:
       interpret: Whether it runs in the interpreter.
     """
     half, size = self.tiles.keys_dkv // CONSUMERS, self.tiles.queries_dkv
-    stages, positions = self.tiles.stages, [] if self.seen.limit is None else [jnp.int32]
+    stages, numbers = self.tiles.stages, [jnp.int32 for _ in _of_queries(self.seen)]
 
     def produce(_own_k, _own_v, _offsets, _arrived, queries, slopes, *_spare):
       self._fill(queries, slopes, of_queries, of_slopes)
@@ -441,7 +443,7 @@ class _KeyBlock:
       *(hopper.swizzled((CONSUMERS, half, width), jnp.bfloat16) for _ in "kv"),
       plgpu.SMEM((CONSUMERS, size), jnp.int32),
       plgpu.Barrier(num_arrivals=2, num_barriers=CONSUMERS),
-      blocks.ring(stages, (size, width), jnp.float32, *positions),
+      blocks.ring(stages, (size, width), jnp.float32, *numbers),
       blocks.ring(stages, (size, width), jnp.float32),
       *blocks.spare(interpret, half, size),
     )
@@ -458,14 +460,26 @@ class _KeyBlock:
       yield lambda at: matrix.at[row, at[1], at[0]]
       yield lambda at: numbers.at[row, at[0], at[1]]
 
-    positions = [] if self.seen.limit is None else [lambda at: self.seen.positions.at[row, at[1]]]
-    rings = (queries, [*pair(*of_queries), *positions]), (slopes, [*pair(*of_slopes)])
+    numbers = [lambda at, x=x: x.at[row, at[1]] for x in _of_queries(self.seen)]
+    rings = (queries, [*pair(*of_queries), *numbers]), (slopes, [*pair(*of_slopes)])
     blocks.fill(rings, self.steps, place)
 
 
+def _of_queries(seen: Any) -> list[Any]:
+  """Returns the numbers that a mask reads of queries."""
+  places = [] if seen.places is None else [seen.places.queries]
+  return places if seen.limit is None else [*places, seen.positions]
+
+
 def _of_keys(seen: Any) -> list[Any]:
-  """Returns the numbers that a mask needs of keys."""
-  return [seen.until] if seen.limit is None else [seen.until, seen.limit]
+  """Returns the numbers that a mask reads of keys."""
+  numbers = [seen.until] if seen.places is None else [seen.places.keys, seen.until]
+  return numbers if seen.limit is None else [*numbers, seen.limit]
+
+
+def _with_places(seen: Any, place: Callable[[], Any], numbers: list[Any]) -> Numbers:
+  """Returns what a mask needs: the numbers that it reads, after places if tokens are in order."""
+  return [place, *numbers] if seen.places is None else numbers
 
 
 def _no_keys(rows: int, width: int):

@@ -93,7 +93,7 @@ def lists(seen: Visible, queries: int, keys: int) -> Lists:
   """Returns the lists of tiles of keys of each tile of queries.
 
   Args:
-    seen: Visibility of rows whose T both tile lengths divide.
+    seen: Visibility of rows whose T and S the tile lengths divide.
     queries: Number of queries of a tile.
     keys: Number of keys of a tile.
   """
@@ -107,7 +107,7 @@ def pieces(seen: Visible, queries: int, keys: int) -> Pieces:
   """Returns the lists of tiles of queries of each tile of keys, in pieces.
 
   Args:
-    seen: Visibility of rows whose T both tile lengths divide.
+    seen: Visibility of rows whose T and S the tile lengths divide.
     queries: Number of queries of a tile.
     keys: Number of keys of a tile.
   """

@@ -48,9 +48,9 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from grpo_kernels.attention import core, visible
 from grpo_kernels.attention import pallas_tpu_kernels as kernels
 from grpo_kernels.attention import pallas_tpu_tiles as tiling
-from grpo_kernels.attention import visible
 from grpo_kernels.attention.core import Settings
 from grpo_kernels.attention.pallas_tpu_kernels import Rows
 from grpo_kernels.attention.pallas_tpu_tiles import Lists, Tiles
@@ -91,7 +91,7 @@ class PallasTpu:
       ValueError: The query heads of a key/value head do not fit in VMEM.
     """
     length, tiles = q.shape[1], self._checked_tiles(q, k)
-    seen, (q,), (k, v) = _padded(tiles.size, seen, [q], [k, v])
+    seen, (q,), (k, v) = core.padded(tiles.size, seen, [q], [k, v])
     lists: Lists = seen.tiles
     heads = (_by_kv_head(q, k.shape[2]), _heads_first(k), _heads_first(v))
     out, log_sum = kernels.forward(settings, tiles, lists.by_queries, _rows(seen), *heads)
@@ -116,7 +116,7 @@ class PallasTpu:
     """
     (length, of_keys), tiles = (q.shape[1], k.shape[1]), self._checked_tiles(q, k)
     kv_heads, whole = k.shape[2], tiling.round_up(length, tiles.size)
-    seen, (q, g), (k, v) = _padded(tiles.size, seen, [q, g], [k, v])
+    seen, (q, g), (k, v) = core.padded(tiles.size, seen, [q, g], [k, v])
     lists: Lists = seen.tiles
     numbers = tuple(
       jnp.pad(x, ((0, 0), (0, 0), (0, whole - length))).reshape(x.shape[0], kv_heads, -1, whole)
@@ -151,19 +151,6 @@ def _rows(seen: Visible) -> Rows:
     of_keys.append(seen.limit)
   stacked = lambda facts: jnp.stack(facts, axis=1) if facts else None
   return Rows(jnp.stack(of_keys, axis=1), stacked(of_queries), seen.places is not None)
-
-
-def _padded(
-  size: int, seen: Visible, queries: list[Array], keys: list[Array]
-) -> tuple[Visible, list[Array], list[Array]]:
-  """Returns the visibility and arrays [B T ...] with padding on the right, up to whole tiles."""
-
-  def pad(x: Array) -> Array:
-    missing = tiling.round_up(x.shape[1], size) - x.shape[1]
-    return jnp.pad(x, ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2)) if missing else x
-
-  queries, keys = [*map(pad, queries)], [*map(pad, keys)]
-  return visible.padded(seen, keys[0].shape[1], queries[0].shape[1]), queries, keys
 
 
 def _by_kv_head(x: Float[Array, "B T H E"], kv_heads: int) -> Float[Array, "B K R T E"]:
