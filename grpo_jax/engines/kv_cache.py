@@ -124,7 +124,7 @@ def empty_pages(counts: tuple[int, ...], length: int, options: ProgramOptions) -
   return [(make(count), make(count)) for count in by_layer(counts, config)]
 
 
-def other_pages(cache: Cache, places: Sequence[Int[Array, " n"]], options: ProgramOptions) -> Cache:
+def other_pages(cache: Cache, places: Sequence[Int[Array, " _"]], options: ProgramOptions) -> Cache:
   """Returns the pages at `places`, which are given for each window."""
   found = by_layer(places, options.config)
   return [resize(layer, at, options) for layer, at in zip(cache, found, strict=True)]

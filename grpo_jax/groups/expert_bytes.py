@@ -12,7 +12,7 @@ from jaxtyping import Int
 # The forms of records in files and messages, by the bytes of an entry.
 FORMS = {1: "|i1", 2: "<i2"}
 
-Record = Int[np.ndarray, "tokens L k"] | None
+Record = Int[np.ndarray, "_ L k"] | None  # any number of tokens.
 
 
 def joined(records: Sequence[Record]) -> tuple[np.ndarray, dict[str, Any]]:
