@@ -64,7 +64,15 @@ class Compiled(NamedTuple):
   token_bytes: int
 
 
-def compiled(machine: str, rows: int, layers: int, dtype: str = "bfloat16", **changed: Any):
+def compiled(
+  machine: str,
+  rows: int,
+  layers: int,
+  dtype: str = "bfloat16",
+  *,
+  whole_caches: bool = False,
+  **changed: Any,
+):
   """Compiles the decode program of a number of rows; returns a `Compiled`.
 
   Args:
@@ -73,6 +81,7 @@ def compiled(machine: str, rows: int, layers: int, dtype: str = "bfloat16", **ch
     rows: Number of rows.
     layers: Number of layers.
     dtype: Dtype of products, kernels and caches.
+    whole_caches: Whether the cache has room for the longest completions at once.
     **changed: Options of the program that differ from those of a sampler without filters.
   """
   devices = topologies.devices(topologies.parse(machine))
@@ -88,6 +97,7 @@ def compiled(machine: str, rows: int, layers: int, dtype: str = "bfloat16", **ch
       long_prompts=-(-rows // GROUP),
       token_bytes=kv_cache.token_bytes(dataclasses.replace(options, config=config_of(LAYERS))),
       form=options.form,
+      whole_caches=whole_caches,
     )
     options = sizes.applied(options)
     weights = sampler_weights.described(params, options)

@@ -283,7 +283,7 @@ def test_a_tpu_copies_a_long_cache_before_a_decode_step():
 
 @on_h100
 def test_eight_h100s_decode_with_the_kernel_and_move_no_cache():
-  one = decode_step.compiled("h100:8", 512, 1)
+  one = decode_step.compiled("h100:8", 512, 1, whole_caches=True)
   assert hlo_kernels.main_loop(one.hlo).waits == 0 and "decode_attention" in one.hlo
   found = hlo_collectives.collectives(one.hlo, devices=8)
   moved = {array.shape for each in found for array in each.arrays}
