@@ -82,7 +82,7 @@ class SamplerPart:
     """Returns the GiB that keys and values of sampled tokens may take as completions grow.
 
     They and the programs fit into the room, in the shape of all rows and in that of the longest
-    completions. It is no more than all rows need, and no less than two of its rows do.
+    completions. All rows need at least as much; one row of each device has room even so.
 
     Args:
       rows: Completions decoded at the same time.
@@ -101,7 +101,7 @@ class SamplerPart:
       shapes.append((min(limit // of_row(longest), own_rows), longest))
       return any(sum(self._taken(*shape, planned)) > room for shape in shapes)
 
-    least, most = (-(-count * of_row(longest) // _SIXTEENTH) for count in (2, own_rows))
+    least, most = (-(-count * of_row(longest) // _SIXTEENTH) for count in (1, own_rows))
     fitting = bisect.bisect_left(range(least, most + 1), True, key=is_too_large)
     return (least + max(fitting - 1, 0)) * _SIXTEENTH / GIB
 
@@ -145,7 +145,8 @@ class SamplerPart:
     layers = collections.Counter(kind.window for kind in self.model.kinds)
     largest = max(both[window] // count for window, count in layers.items())
     program = _LOGITS * _FLOAT32 * own_rows * self.model.vocab_size
-    program += sum(own.values()) * self.copies_cache
+    # Rows move to other places before the loop: of each layer one at a time is apart.
+    program += sum(own.values()) // (1 if self.copies_cache else max(own_rows, 1))
     # A layer's caches in float32.
     program += _FLOAT32 * self.model.head_dim * largest // stored_keys.head_bytes(options)
     return sum(both.values()), program

@@ -127,7 +127,11 @@ def test_only_gpus_with_bfloat16_units_write_into_the_cache_in_place(chip, copie
   counted = part(copies_cache=found).of(64, whole_caches=True)
   columns = row_cache.held_columns(320, None)
   own = 64 * columns * sum(kv_cache.token_bytes(part()._options).values())
-  assert counted.program - apart.program == copies * own and counted.caches == apart.caches
+  # In place, a row of each layer is apart while it moves.
+  assert counted.program - apart.program == copies * (own - own // 64)
+  assert counted.caches == apart.caches
+  logits = 6 * 4 * 64 * MODEL.vocab_size
+  assert apart.program >= logits + own // 64
 
 
 def test_whole_caches_are_not_bounded_by_four_gib():
@@ -146,12 +150,15 @@ def test_the_memory_of_sampled_tokens_is_what_caches_and_programs_leave():
   of_row = kv_cache.row_bytes(1 << 15, wide._options)
   most = lambda room, part=wide: part.most_sampled(64, room, whole_caches=False) * 2**30
   found = [most(room << 30) for room in (1, 40, 80, 1 << 20)]
-  # Two rows at least; all rows at most. Between them, a program needs about as much as the cache.
-  assert 0 <= found[0] - 2 * of_row < 2**26 and 0 <= found[3] - 64 * of_row < 2**26
+  # One row at least; all rows at most. Between them, a program needs about as much as the cache.
+  assert 0 <= found[0] - of_row < 2**26 and 0 <= found[3] - 64 * of_row < 2**26
   assert found[0] < found[1] < found[2] < found[3] and found[1] < 20 << 30
   planned = wide._planned(64, whole_caches=False)
   rows = int(found[1]) // of_row
   fits = lambda rows: sum(wide._taken(rows, 1 << 15, planned)) <= 40 << 30
   assert fits(rows) and not fits(2 * rows + 2)
+  # Where there is room for one row and not for two, it is one.
+  both = sum(wide._taken(2, 1 << 15, planned))
+  assert most(both - 1) < 2 * of_row
   halved = dataclasses.replace(wide, rows=2)
   assert abs(most(40 << 30, halved) - found[1]) < 1 << 30  # of each device, with half of the rows.
