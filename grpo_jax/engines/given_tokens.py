@@ -104,8 +104,7 @@ class GivenTokenScorer:
   ) -> GivenScores:
     """Scores a sequence, in the sampler's thread."""
     sizes, count = _SIZES[options.form], len(ids) - 1
-    rounds = -(-(self._max_length - 1) // (sizes.page * sizes.at_once))
-    table = rounds * sizes.at_once
+    table = -(-(self._max_length - 1) // sizes.page)
     options = dataclasses.replace(options, pages_at_once=sizes.at_once)
     pools = [_pool(window, table, sizes) for window in kv_cache.windows(options.config)]
     slot = Slot(tuple(tuple(range(pool.needed(count))) for pool in pools), count)
@@ -130,9 +129,8 @@ class GivenTokenScorer:
 
 
 def _pool(window: int | None, table: int, sizes: _Sizes) -> Pool:
-  """Returns the pages of one sequence in the layers of a window, in whole rounds of the loop."""
+  """Returns the pages of one sequence in the layers of a window."""
   kept = prompt_pages.table_of(window, table, sizes.page)
-  kept = min(-(-kept // sizes.at_once) * sizes.at_once, table)
   return Pool(window, kept, sizes.page, kept)
 
 
