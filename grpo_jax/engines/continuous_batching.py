@@ -111,11 +111,11 @@ class ContinuousBatcher:
       OutOfMemory: One is longer than memory holds, which has been lowered since it was checked.
     """
     longest = self._sizes.longest(self.options)
-    for completion in completions:
-      if longest is not None and completion.request.sampling.max_tokens > longest:
+    for request in (c.request for c in completions):
+      if longest is not None and request.sampling.max_tokens > longest:
         raise OutOfMemory(
-          f"request {completion.request.request_id!r}: not enough memory for its"
-          f" max_tokens={completion.request.sampling.max_tokens}, but for {longest}"
+          f"request {request.request_id!r}: max_tokens={request.sampling.max_tokens} is more than"
+          f" the {longest} tokens for which the sampler has found memory"
         )
     self._waiting.extend(completions)
 

@@ -117,8 +117,8 @@ class JaxSampler:
         compile programs of their own. None: sizes follow the requests.
       completion_tokens: Tokens of the longest planned completion.
       group_size: Usual number of completions of a prompt; any number works.
-      long_prompts: Number of prompts of the largest length that find room at the same time; others
-        wait. None: as many as `max_rows` rows have in groups of `group_size`.
+      long_prompts: Prompts of the largest length that find room at the same time; others wait.
+        None: one for each group of `group_size` in `max_rows` rows.
       whole_caches: Whether the planned caches may be larger than 4 GiB each, because the caller has
         counted their memory. False: larger ones grow when completions need them.
       has_filters: Whether requests may have top-k, top-p or min-p. On an accelerator such rows have
@@ -127,15 +127,13 @@ class JaxSampler:
         trainer. The base is then copied once, and `load_weights` copies the adapter only. False:
         they are merged in float32 and rounded to the compute dtype. None: apart if that rounding
         loses some of the adapter, or if the base is quantised.
-      devices: Devices of this process to sample on, without parameters; the model is
-        split over them as by "tensor". `load_weights` copies everything to them, a layer at a time.
-        None: the devices of the parameters.
+      devices: Devices of this process to sample on, without parameters; the model is split over
+        them as by "tensor", and copied there layer by layer. None: those of the parameters.
       record_experts: Whether generations have the experts that their tokens went through; of a
         model without experts there are none.
       cache_dtype: Dtype of stored keys and values, "bfloat16" or "int8"; None: the compute dtype.
-      sampled_bytes: Bytes of each device that keys and values of sampled tokens may take. Where
-        they do not suffice for all rows, the youngest completions wait, and continue later. None:
-        the cache grows as long as memory lasts.
+      sampled_bytes: Bytes of each device for keys and values of sampled tokens. If all rows need
+        more, the youngest completions wait. None: the cache grows as long as memory lasts.
     """
     sampler_memory.check_sizes(config, max_rows, chunk_tokens, num_valid_tokens)
     self._config = config
@@ -282,9 +280,9 @@ class JaxSampler:
 
   def metrics(self) -> dict[str, float]:
     """Returns what the newest sync took, what it lost of an adapter, and what lacked memory."""
-    preempted = {"engine/preemptions": float(self.stats.preemptions)}
-    bounded = {} if self._sizes.sampled_bytes is None else preempted
-    return {**self._sync, **self._weight_sync.metrics(), **bounded}
+    is_bounded = self._sizes.sampled_bytes is not None or self.stats.preemptions
+    preempted = {"engine/preemptions": float(self.stats.preemptions)} if is_bounded else {}
+    return {**self._sync, **self._weight_sync.metrics(), **preempted}
 
   def release(self) -> None:
     """Frees the copies of the weights until the next `load_weights`, and caches except on CPUs.

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from grpo_jax.compilation.programs import CompileJob, Program, abstract
+from grpo_jax.compilation.programs import CompileJob, OutOfMemory, Program, abstract
 from grpo_jax.engines import (
   cache_forms,
   decoding,
@@ -90,7 +90,11 @@ class Programs:
       sizes: Planned sizes.
       reads_again: Whether new weights may have to read unfinished completions.
       has_filters: Whether requests may have top-k, top-p or min-p.
+
+    Raises:
+      OutOfMemory: The longest planned completion has no row in the memory of sampled tokens.
     """
+    _check_longest(options, sizes)
     own, pages = caches(options, sizes)
     options = sizes.applied(options)
     pools = sizes.pools(options.config)
@@ -203,6 +207,20 @@ def _growing(
   static = (window, sizes.blocks, sizes.columns, options)
   lower = lambda: _grown.lower(old[largest], places, *static)
   return CompileJob(f"growing keys and values {detail}", lambda: lower().compile(), _REMEDY, lower)
+
+
+def _check_longest(options: sampler_inputs.ProgramOptions, sizes: SamplerSizes) -> None:
+  """Raises OutOfMemory if the longest planned completion has no row; see `Programs.jobs`."""
+  longest = sizes.longest(options)
+  if longest is None or longest >= sizes.completion:
+    return
+  assert sizes.sampled_bytes is not None
+  needed = kv_cache.row_bytes(-(-sizes.completion // sizes.columns) * sizes.columns, options)
+  raise OutOfMemory(
+    f"engine.cache_gib={sizes.sampled_bytes / 2**30:.4g} holds no completion of"
+    f" {sizes.completion} tokens, whose keys and values take {needed / 2**30:.4g} GiB of a device:"
+    " raise it, or lower sampling.max_tokens"
+  )
 
 
 def piece_layout(options: sampler_inputs.ProgramOptions, sizes: SamplerSizes) -> dict[str, Any]:

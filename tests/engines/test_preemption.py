@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from grpo_jax.compilation.programs import OutOfMemory
 from grpo_jax.engines import (
   kv_cache,
   sampler_inputs,
@@ -174,3 +175,13 @@ def test_a_completion_for_which_no_memory_suffices_is_refused_by_name():
   requests = [tiny.request("fits", [1, 2], max_tokens=128)]
   with pytest.raises(ValueError, match="'long': max_tokens 129 exceeds 128, the tokens of the lon"):
     engine.generate([*requests, tiny.request("long", [1, 2], max_tokens=129)])
+
+
+def test_a_longest_completion_without_a_row_is_refused_before_anything_is_compiled():
+  config = tiny.config(num_layers=1)
+  sizes = {"prompt_tokens": 8, "completion_tokens": 200, "max_rows": 2}
+  room = kv_cache.row_bytes(192, options_of(config))
+  engine = tiny.sampler(config, **sizes, sampled_bytes=room)
+  with pytest.raises(OutOfMemory, match="holds no completion of 200 tokens, whose keys and values"):
+    engine.programs(tiny.params(config))
+  assert tiny.sampler(config, **sizes, sampled_bytes=room * 2).programs(tiny.params(config))

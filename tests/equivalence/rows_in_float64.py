@@ -3,8 +3,8 @@
     python rows_in_float64.py CASE ...
 
 The program says float32 where it wants its highest precision, which is float64 here, so this is a
-process of its own: what differs by more than 1e-9 is not rounding. It prints an object with `Found`
-of each case of `CASES`.
+process of its own: what differs by more than 1e-12 is not rounding. It prints an object with the
+`Found` of each case of `CASES`.
 """
 
 import dataclasses
