@@ -30,7 +30,7 @@ take at least? It compiles the run's own programs; no weights and no accelerator
   --prompt-tokens=N, --completion-tokens=N   assumed length of every prompt and completion, for
               traffic and time; default: half of the largest that the config allows.
   --no-search compiles each program once, and does not search the largest microbatch and the
-              longest row that fit. What divides rows that do not fit is compiled all the same.
+              longest row that fit. Another mesh.context that is chosen is compiled all the same.
   --all-shapes compiles each program in every shape that the run compiles, not only in its largest.
   --json=FILE writes the plan as JSON, too.
   --no-cache  compiles again what was compiled before; answers are kept in ~/.cache/grpo_jax/plans.

@@ -150,7 +150,7 @@ def with_rows(
   describe: row_choice.Describe,
   compile_job: Callable[[PlannedRun, CompileJob], Compiled],
 ) -> Plan:
-  """Adds the choice of `mesh.context`; compiles its update if that of the plan does not fit.
+  """Adds the choice of `mesh.context`; compiles its update if it is not that of the plan.
 
   Args:
     plan: The plan.

@@ -4,8 +4,8 @@ A device holds 1/n of a row that n devices share, and gathers the keys and value
 Weights and optimizer state are split over `fsdp` × `context`, so the axis takes devices from `fsdp`
 without any array of the state growing. Of the values that the mesh allows and that hold a row, the
 plan chooses the one with the least modelled time, and of equal ones the least. All of this is
-arithmetic, by the functions with which a run chooses what it recomputes; where the config's own
-mesh does not hold the row, the update of the chosen one is compiled, too.
+arithmetic, by the functions with which a run chooses what it recomputes; where the chosen mesh is
+not that of the config, its update is compiled, too.
 """
 
 import dataclasses
@@ -147,7 +147,7 @@ def choose(
     alternative = _alternative(other, changes, topology, assumed)
     found += [] if alternative is None else [alternative]
   made = RowChoice(tuple(sorted(found, key=lambda each: each.parts)), room)
-  return made if own.fits(room) else _verified(made, compile_update)
+  return _verified(made, compile_update)
 
 
 def _verified(made: RowChoice, compile_update: CompileUpdate) -> RowChoice:
@@ -242,7 +242,7 @@ def lines(found: RowChoice) -> Iterator[str]:
 
 def _shown(each: Alternative, room: int) -> str:
   by = f" ({_gib(each.peak)} by the compiler)" if each.compiled is not None else ""
-  time = "does not fit" if each.seconds is None else f"{each.seconds:.2f} s"
+  time = "fits" if each.seconds is None else f"{each.seconds:.2f} s"
   return f"{each.parts}: {_gib(each.counted)}{by}, {time if each.fits(room) else 'does not fit'}"
 
 

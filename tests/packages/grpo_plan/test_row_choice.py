@@ -142,6 +142,13 @@ def test_fewer_parts_give_their_devices_to_fsdp(machine, counted):
   assert found.own.parts == 8 and found.chosen.parts == 4
   sizes = {"mesh.context": 4, "mesh.fsdp": 2}
   assert found.chosen.changes == {**sizes, "batching.microbatch_tokens": ROW // 4}
+  # What is advised beside a mesh that fits is compiled, and not advised if it is refused.
+  assert "the compiler agrees: the update with mesh.context=4" in "\n".join(row_choice.lines(found))
+  refused = lambda run: Compiled("update", is_refused=True)
+  kept = machine.choose(
+    counted[4], config=config, update=Compiled("update"), compile_update=refused
+  )
+  assert kept.chosen is kept.own
 
 
 def test_the_choice_is_the_first_remedy_and_in_the_json(machine, counted):
