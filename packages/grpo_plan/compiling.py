@@ -25,7 +25,7 @@ from grpo_jax.files.cache import default_cache
 from grpo_jax.values import json_text
 from grpo_plan import hlo_collectives, target
 
-_FORM = 2  # of what is kept; a change makes older answers unreadable.
+_FORM = 3  # of what is kept; a change makes older answers unreadable.
 _COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 _NO_PRODUCT = "No supported config found for HLO"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

@@ -203,7 +203,10 @@ def _reached(
 
 
 def _trips(computations: dict[str, list[str]], line: str) -> int:
-  """Returns how often a loop's body runs: from the compiler, or from its condition's bound."""
+  """Returns how often a loop's body runs: from the compiler, or from its condition's bound.
+
+  A loop whose bound is data counts as not run: rows of the sampler that move when there are fewer.
+  """
   known = _TRIPS.search(line)
   if known:
     return int(known[1])
@@ -211,16 +214,20 @@ def _trips(computations: dict[str, list[str]], line: str) -> int:
   bounds = []
   for computed, *_ in _reached(computations, condition[1] if condition else "", 1):
     bounds += [int(number) for number in _CONSTANT.findall(computed)]
-  return max(bounds, default=1)
+  return max(bounds, default=0)
 
 
 def _results(match: re.Match[str]) -> tuple[Array, ...]:
-  """Returns the results of a collective; an asynchronous one lists its operands first."""
+  """Returns the results of a collective; an asynchronous one lists its operands first.
+
+  The start of an all-reduce does so where its results are a tuple in a tuple.
+  """
   arrays = tuple(
     Array(dtype, tuple(int(size) for size in shape.split(",") if size))
     for dtype, shape in _ARRAY.findall(match["results"])
   )
-  if match["start"] and match["results"].startswith("(") and match["kind"] != "all-reduce":
+  opening = "((" if match["kind"] == "all-reduce" else "("
+  if match["start"] and match["results"].startswith(opening):
     arrays = tuple(array for array in arrays if array.shape)  # drops contexts.
     return arrays[len(arrays) // 2 :]
   return arrays

@@ -49,6 +49,22 @@ def test_collectives_are_counted_as_often_as_their_loops_run():
   assert sent.nbytes == 4 * 6
 
 
+def test_what_a_start_names_twice_is_received_once():
+  line = "  %begun = ((bf16[1,8]{1,0}), bf16[1,8]{1,0}) all-reduce-start(%c), channel_id=1\n"
+  (begun,) = hlo_collectives.collectives(f"ENTRY %main (p: s32[]) -> s32[] {{\n{line}}}", devices=8)
+  assert begun.arrays == (hlo_collectives.Array("bf16", (1, 8)),)
+  flat = line.replace("((bf16[1,8]{1,0}), bf16", "(bf16[4]{0}, bf16")  # two arrays, combined.
+  (begun,) = hlo_collectives.collectives(f"ENTRY %main (p: s32[]) -> s32[] {{\n{flat}}}", devices=8)
+  assert [array.shape for array in begun.arrays] == [(4,), (1, 8)]
+
+
+def test_a_loop_as_long_as_its_data_say_counts_as_not_run():
+  given = PROGRAM.replace("%limit = s32[] constant(28)", "%limit = s32[] get-tuple-element(%carry)")
+  found = hlo_collectives.collectives(given, devices=8)
+  assert [one.times for one in found] == [0, 0, 1, 1, 1]
+  assert sum(one.nbytes for one in found[:2]) == 0
+
+
 @pytest.mark.parametrize(
   ("groups", "axes"),
   [
