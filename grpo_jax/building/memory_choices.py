@@ -11,7 +11,7 @@ import logging
 import math
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from grpo_kernels.attention import Attention
@@ -186,11 +186,15 @@ def choose(
   lines, warnings, rows = [], [], None
   if samples(config):
     sampler = _with_sampler(config, made.full, made.mesh, held)
-    beside = held.always + least.total  # scores are computed before the caches are freed.
-    if ahead_options.is_ahead(config):
-      beside += held.sums
-    is_apart = config.engine.devices is not None
-    left = int((1 - MARGIN) * room) - sampler.sampler - (0 if is_apart else beside)
+    is_ahead, is_apart = ahead_options.is_ahead(config), config.engine.devices is not None
+    free = int((1 - MARGIN) * room) - sampler.sampler - (0 if is_apart else held.always)
+    beside = 0 if is_apart else least.total + (held.sums if is_ahead else 0)
+    # Programs that copy the cache take more besides than arithmetic says: 2.5 GiB on eight v5e.
+    if is_ahead or is_apart or sampler_memory.copies_cache(current_chip()):
+      left = _Left(free - beside, free - beside)
+    else:  # a teacher's scores have no arithmetic of their own.
+      scores = update_memory.of_scores(replica) if teacher is None else least.total
+      left = _Left(free - beside, free, scores)
     wanted = run_options.completions_of_step(config, _hosts(mesh))
     rows, config = _with_rows(config, model, mesh, left, wanted)
     held = held if is_apart else dataclasses.replace(sampler, caches=rows.caches)
@@ -302,7 +306,7 @@ def choose_rows(
   sampler = _with_sampler(config, full, mesh, held)
   left = int((1 - MARGIN) * room) - sampler.sampler - held.always
   wanted = config.evaluation.num_prompts * config.evaluation.group_size
-  rows, config = _with_rows(config, model, mesh, left, wanted)
+  rows, config = _with_rows(config, model, mesh, _Left(left, left), wanted)
   return Choices(config, (_of_rows(config, rows, sampler, room),), rows=rows)
 
 
@@ -351,8 +355,22 @@ def _bytes_as(itemsize: int, tree: Any) -> int:
   return sum(bytes_of_device(x) // x.dtype.itemsize * itemsize for x in leaves)
 
 
+class _Left(NamedTuple):
+  """Bytes of a device that the rest of a run leaves to the sampler.
+
+  Attributes:
+    first: For the first caches and a decode step; the least update would fit beside them.
+    later: For caches that have grown, and a decode step or the scores.
+    scores: Bytes of the scores, which are computed before the caches are freed.
+  """
+
+  first: int
+  later: int
+  scores: int = 0
+
+
 def _with_rows(
-  config: Config, model: ModelConfig, mesh: Mesh, left: int, wanted: int
+  config: Config, model: ModelConfig, mesh: Mesh, left: _Left, wanted: int
 ) -> tuple[Rows, Config]:
   """Chooses the sampler's rows and the memory of sampled tokens, unless the config has them.
 
@@ -360,7 +378,7 @@ def _with_rows(
     config: Config of the run.
     model: Sizes of the model.
     mesh: Mesh of the trainer's devices.
-    left: Bytes of a device for caches and programs.
+    left: Memory that is left for it.
     wanted: Completions that are sampled at the same time.
   """
   part, own = local_devices.part_of(mesh), config.engine.devices
@@ -378,11 +396,13 @@ def _with_rows(
     copies_cache=sampler_memory.copies_cache(current_chip()),
   )
   if config.engine.max_rows is None:
-    rows = sampler_memory.most_rows(sampler, wanted, left)
+    rows = sampler_memory.most_rows(sampler, wanted, left.first)
   else:
     sizes = run_options.sampler_sizes(config)
     rows = sampler.of(sizes["max_rows"], whole_caches=sizes["whole_caches"])
-  most = sampler.most_sampled(rows.count, left, whole_caches=rows.whole_caches)
+  most = sampler.most_sampled(
+    rows.count, left.later, whole_caches=rows.whole_caches, others=left.scores
+  )
   chosen = {chosen_options.ROWS: rows.count, chosen_options.CACHE: most}
   return rows, chosen_options.resolved(config, chosen)
 

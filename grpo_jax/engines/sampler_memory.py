@@ -76,18 +76,21 @@ class SamplerPart:
     """
     planned = self._planned(rows, whole_caches=whole_caches)
     columns = planned.blocks * planned.columns
-    return Rows(rows, whole_caches, *self._taken(self._own(rows), columns, planned))
+    taken = self._taken(self._own(rows), columns, planned, has_reserve=True)
+    return Rows(rows, whole_caches, *taken)
 
-  def most_sampled(self, rows: int, room: int, *, whole_caches: bool) -> float:
+  def most_sampled(self, rows: int, room: int, *, whole_caches: bool, others: int = 0) -> float:
     """Returns the GiB that keys and values of sampled tokens may take as completions grow.
 
     They and the programs fit into the room, in the shape of all rows and in that of the longest
-    completions. All rows need at least as much; one row of each device has room even so.
+    completions. All rows need at least as much; one row of each device has room even so. Where a
+    step writes in place nothing is reserved: a device with less reads its completions again.
 
     Args:
       rows: Completions decoded at the same time.
       room: Bytes of a device for caches and programs.
       whole_caches: Whether the caches are made for the longest completions at once.
+      others: Bytes of the largest program that runs between decode steps, beside the caches.
     """
     planned, own_rows = self._planned(rows, whole_caches=whole_caches), self._own(rows)
     longest = planned.columns * -(-self.sizes["completion_tokens"] // planned.columns)
@@ -99,7 +102,8 @@ class SamplerPart:
       fitting = bisect.bisect_right(columns, limit // own_rows, key=of_row)
       shapes = [(own_rows, columns[fitting - 1])] if fitting else []
       shapes.append((min(limit // of_row(longest), own_rows), longest))
-      return any(sum(self._taken(*shape, planned)) > room for shape in shapes)
+      taken = (self._taken(*shape, planned, has_reserve=self.copies_cache) for shape in shapes)
+      return any(caches + max(program, others) > room for caches, program in taken)
 
     least, most = (-(-count * of_row(longest) // _SIXTEENTH) for count in (1, own_rows))
     fitting = bisect.bisect_left(range(least, most + 1), True, key=is_too_large)
@@ -126,7 +130,7 @@ class SamplerPart:
     )
 
   def _taken(
-    self, own_rows: int, columns: int, planned: sampler_sizes.SamplerSizes
+    self, own_rows: int, columns: int, planned: sampler_sizes.SamplerSizes, *, has_reserve: bool
   ) -> tuple[int, int]:
     """Returns the bytes of caches and of a program for a number of rows of one device.
 
@@ -134,6 +138,8 @@ class SamplerPart:
       own_rows: Rows of the device.
       columns: Columns of a row.
       planned: Sizes of the pages.
+      has_reserve: Whether a layer's caches in float32 are counted, which no program of a GPU that
+        writes in place has shown.
     """
     options = self._options
     of_token = kv_cache.token_bytes(options)
@@ -147,8 +153,8 @@ class SamplerPart:
     program = _LOGITS * _FLOAT32 * own_rows * self.model.vocab_size
     # Rows move to other places before the loop: of each layer one at a time is apart.
     program += sum(own.values()) // (1 if self.copies_cache else max(own_rows, 1))
-    # A layer's caches in float32.
-    program += _FLOAT32 * self.model.head_dim * largest // stored_keys.head_bytes(options)
+    if has_reserve:
+      program += _FLOAT32 * self.model.head_dim * largest // stored_keys.head_bytes(options)
     return sum(both.values()), program
 
 

@@ -125,6 +125,27 @@ def of_update(replica: Replica, remat: str) -> UpdateMemory:
   )
 
 
+def of_scores(replica: Replica) -> int:
+  """Returns the bytes of a program that scores a microbatch, besides its arguments.
+
+  It is at its largest in a layer or at the head; what a layer makes is at most what it would keep
+  for a backward pass.
+
+  Args:
+    replica: Part of an update that a device computes; its microbatches are scored.
+  """
+  model, shape, width = replica.model, replica.shape, replica.model.hidden_size
+  size = replica.products.compute_dtype.itemsize
+  loss_places = shape.rows * shape.loss_tokens
+  chunk = token_local.chunk_size(loss_places, model.vocab_size, replica.platform)
+  states = 2 * _FLOAT32 * shape.places * width
+  weights, experts = _weights_of_layer(replica)
+  layer = replica.kept_of_layer + 2 * size * weights + _FLOAT32 * experts + _scores(replica)
+  head = size * model.vocab_size * width + _FLOAT32 * chunk * model.vocab_size
+  head += (_FLOAT32 + size) * loss_places * width
+  return states + max(layer, head + _of_whole_rows(replica, width // _slices(replica, width)))
+
+
 def _slices(replica: Replica, width: int) -> int:
   """Returns in how many slices the hidden states of whole rows are gathered."""
   return row_parts.slices_of(replica.shape.places * replica.row_parts, width)
@@ -146,13 +167,19 @@ def _layer(replica: Replica, remat: str) -> int:
   size, width = replica.products.compute_dtype.itemsize, replica.model.hidden_size
   recomputed = 0 if remat == "none" else replica.kept_of_layer
   cotangents = replica.kept_of_layer // 2 + 2 * _FLOAT32 * replica.shape.places * width
+  weights, experts = _weights_of_layer(replica)
+  # The weights of this layer and of the next one, and the gradient of this layer's.
+  return recomputed + cotangents + (2 * size + _FLOAT32) * weights + _FLOAT32 * experts
+
+
+def _weights_of_layer(replica: Replica) -> tuple[int, int]:
+  """Returns the numbers of the weights of a layer, and of its experts that are merged first."""
   parts = lambda leaf: replica.expert_parts if leaf.kind == "experts" else 1
   of_layer = leaves.layer(replica.model).values()
   weights = sum(math.prod(leaf.shape) // parts(leaf) for leaf in of_layer)
-  merged = lora.merged_always(full_weights(replica.weights)["layers"])  # in float32, first.
+  merged = lora.merged_always(full_weights(replica.weights)["layers"])  # in float32.
   experts = sum(math.prod(x.shape[1:]) // replica.expert_parts for x in merged.values())
-  # The weights of this layer and of the next one, and the gradient of this layer's.
-  return recomputed + cotangents + (2 * size + _FLOAT32) * weights + _FLOAT32 * experts
+  return weights, experts
 
 
 def _kept(replica: Replica, remat: str) -> int:

@@ -13,7 +13,7 @@ from grpo_jax import processes
 from grpo_jax.building import computation, memory_choices, weights_spec
 from grpo_jax.config import chosen_options, configuration, run_options
 from grpo_jax.config.configuration import typed
-from grpo_jax.learn import sharding
+from grpo_jax.learn import sharding, update_memory
 from grpo_jax.learn.update_memory import UpdateMemory
 from grpo_jax.models import loading
 from grpo_jax.run_folder import workdirs
@@ -118,6 +118,27 @@ def test_rows_fill_what_the_update_leaves(sizes, ample):
   assert few.config.engine.max_rows < 128 and few.config.model.remat != "none"
   (warning,) = choose(sizes, 1 << 20, model__remat="none").warnings
   assert "no choice of model.remat fits" in warning
+
+
+@pytest.mark.long
+def test_caches_grow_beside_scores_and_beside_an_update_where_it_runs_meanwhile(
+  sizes, ample, monkeypatch
+):
+  lengths = {"rollout__max_tokens": 1 << 15, "sampling__max_tokens": 32000}
+  long = choose(sizes, 1 << 40, **lengths, engine__max_rows=128)
+  update = long.learning.updates["full"].total
+  room = long.learning.beside + 2 * update
+
+  def most(scores, chip=GPU, **values):
+    monkeypatch.setattr(update_memory, "of_scores", lambda replica: scores)
+    found = choose(sizes, room, chip, **lengths, engine__max_rows=128, **values)
+    return found.config.engine.cache_gib * 2**30
+
+  beside_an_update = most(0, rollout__max_staleness=1)
+  assert most(update, rollout__max_staleness=1) == beside_an_update
+  assert most(0) > beside_an_update + 0.7 * update
+  assert most(0, Chip("tpu", "TPU v5e")) == most(update, Chip("tpu", "TPU v5e"))
+  assert most(0) - most(update // 2) == pytest.approx(update // 2, abs=2**26)
 
 
 @pytest.mark.long

@@ -155,10 +155,11 @@ def test_the_memory_of_sampled_tokens_is_what_caches_and_programs_leave():
   assert found[0] < found[1] < found[2] < found[3] and found[1] < 20 << 30
   planned = wide._planned(64, whole_caches=False)
   rows = int(found[1]) // of_row
-  fits = lambda rows: sum(wide._taken(rows, 1 << 15, planned)) <= 40 << 30
+  taken = lambda rows: sum(wide._taken(rows, 1 << 15, planned, has_reserve=True))
+  fits = lambda rows: taken(rows) <= 40 << 30
   assert fits(rows) and not fits(2 * rows + 2)
   # Where there is room for one row and not for two, it is one.
-  both = sum(wide._taken(2, 1 << 15, planned))
+  both = taken(2)
   assert most(both - 1) < 2 * of_row
   halved = dataclasses.replace(wide, rows=2)
   assert abs(most(40 << 30, halved) - found[1]) < 1 << 30  # of each device, with half of the rows.

@@ -1,11 +1,13 @@
 """The memory of an update by arithmetic: closed forms, and never below what a compiler counts."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from grpo_kernels.attention import Attention
+from grpo_kernels.linear_logprobs import token_local
 
 from grpo_jax.batching.packing import Shape
 from grpo_jax.learn import sharding, update_memory
@@ -82,6 +84,34 @@ def test_it_is_not_below_what_a_compiler_counts_for_the_layers(remat):
   gradient: Any = jax.jit(jax.grad(loss)).lower(made.weights, ids).compile().memory_analysis()
   found = update_memory.of_update(made, remat)
   assert gradient.temp_size_in_bytes < found.kept + found.layer + found.scores
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scoring_takes_a_layer_or_a_chunk_of_logits_and_not_what_an_update_keeps(dtype):
+  wide = dataclasses.replace(MODEL, vocab_size=4096)
+  deep = dataclasses.replace(MODEL, num_layers=24)
+  scores = lambda model: update_memory.of_scores(replica(dtype, model))
+  least = lambda model: update_memory.of_update(replica(dtype, model), "full").total
+  assert scores(deep) == pytest.approx(scores(MODEL), rel=0.02)
+  assert scores(MODEL) < least(MODEL) < least(deep)
+  size, states = jnp.dtype(dtype).itemsize, 2 * 4 * PLACES * 32
+  chunk = token_local.chunk_size(PLACES, 4096, "gpu")
+  head = size * 4096 * 32 + 4 * chunk * 4096 + (4 + size) * PLACES * 32
+  assert scores(wide) == states + head > scores(MODEL)
+
+
+@pytest.mark.long
+def test_scoring_is_not_below_what_a_compiler_counts_for_the_layers():
+  made = replica()
+  ids = jax.ShapeDtypeStruct((ROWS, TOKENS), jnp.int32)
+
+  def summed(params, ids):
+    settings = {"products": made.products, "remat": "none", "attention": made.attention}
+    return jnp.sum(transformer.hidden_states(params, MODEL, ids, ids, ids, ids, **settings) ** 2)
+
+  compiled: Any = jax.jit(summed).lower(made.weights, ids).compile().memory_analysis()
+  print(compiled.temp_size_in_bytes, update_memory.of_scores(made))
+  assert 0 < compiled.temp_size_in_bytes < update_memory.of_scores(made)
 
 
 @pytest.mark.long
