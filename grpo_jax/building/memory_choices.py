@@ -189,7 +189,7 @@ def choose(
     is_ahead, is_apart = ahead_options.is_ahead(config), config.engine.devices is not None
     free = int((1 - MARGIN) * room) - sampler.sampler - (0 if is_apart else held.always)
     beside = 0 if is_apart else least.total + (held.sums if is_ahead else 0)
-    # Programs that copy the cache take more besides than arithmetic says: 2.5 GiB on eight v5e.
+    # Where programs copy the cache, they need more than the arithmetic says: 2.5 GiB on a v5e-8.
     if is_ahead or is_apart or sampler_memory.copies_cache(current_chip()):
       left = _Left(free - beside, free - beside)
     else:  # a teacher's scores have no arithmetic of their own.
@@ -378,7 +378,7 @@ def _with_rows(
     config: Config of the run.
     model: Sizes of the model.
     mesh: Mesh of the trainer's devices.
-    left: Memory that is left for it.
+    left: Bytes of a device that the rest of the run leaves to the sampler.
     wanted: Completions that are sampled at the same time.
   """
   part, own = local_devices.part_of(mesh), config.engine.devices

@@ -82,9 +82,9 @@ class SamplerPart:
   def most_sampled(self, rows: int, room: int, *, whole_caches: bool, others: int = 0) -> float:
     """Returns the GiB that keys and values of sampled tokens may take as completions grow.
 
-    They and the programs fit into the room, in the shape of all rows and in that of the longest
-    completions. All rows need at least as much; one row of each device has room even so. Where a
-    step writes in place nothing is reserved: a device with less reads its completions again.
+    They and the programs fit into the room, with all rows and with the longest completions. The
+    limit is never above what all rows need, and never below one row of each device. Where a step
+    writes in place, nothing is reserved: a device that runs out reads its completions again.
 
     Args:
       rows: Completions decoded at the same time.
